@@ -1,0 +1,153 @@
+"""Every knob, typed, in one place.
+
+Precedence: argument > `RAGCACHE_*` environment variable > `store.toml` of the opened store > default.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from platformdirs import user_cache_path
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from ragcache.errors import SettingsError
+
+STORE_TOML = "store.toml"
+
+DEFAULT_SYSTEM_PROMPT = (
+    "You answer questions with the help of the passages given, and say so when they do not hold the answer."
+)
+
+Reuse = Literal["composed", "exact", "none"]
+"""How stored states serve a query.
+
+`composed`: every retrieved chunk is restored; chunks were encoded apart from each other. `exact`: stored states
+only where they equal a full prefill's. `none`: a plain prefill, stored states are not touched.
+"""
+
+CodecName = Literal["int8", "raw"]
+DtypeName = Literal["bfloat16", "float32", "float16"]
+
+
+class QueryOptions(BaseModel):
+    """How one query runs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    top_k: int = Field(4, ge=1, description="Chunks retrieved for a question")
+    reuse: Reuse = Field("composed", description="How stored states serve a query")
+    max_tokens: int = Field(256, ge=1, description="Longest answer, in tokens")
+    temperature: float = Field(0.0, ge=0.0, description="0 takes the most probable token each time")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Draw from the smallest set of tokens of this probability")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="Makes drawing repeatable")
+    stop: tuple[str, ...] = Field((), description="Texts that end the answer; they are not part of it")
+
+
+class Settings(BaseSettings, QueryOptions):
+    """Settings of one opened store and of the queries against it."""
+
+    model_config = SettingsConfigDict(env_prefix="RAGCACHE_", extra="ignore", frozen=True)
+
+    # What the store's content depends on (STORED_SETTINGS).
+    model: str = Field("smollm2-135m", description="Hub id, local folder, .gguf file or alias of the language model")
+    embedding_model: str = Field("all-minilm-l6-v2", description="Hub id, local folder or alias of the embedding model")
+    dtype: DtypeName = Field("bfloat16", description="Precision the language model computes in")
+    codec: CodecName = Field("int8", description="How states are stored: int8 in groups of 64, or in the model's dtype")
+    chunk_tokens: int = Field(512, ge=32, description="Largest chunk in the language model's tokens, header included")
+    chunk_overlap: int = Field(0, ge=0, description="Tokens that neighbouring chunks share")
+    system_prompt: str = Field(DEFAULT_SYSTEM_PROMPT, description="Start of every prompt; states depend on it")
+
+    # How the machine is used.
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    trust_remote_code: bool = Field(False, description="Let a model folder run its own Python code")
+    batch_tokens: int = Field(2048, ge=1, description="Tokens encoded in one forward pass while indexing")
+    shard_megabytes: int = Field(256, ge=1, description="Size at which a shard file is closed")
+    reader_threads: int = Field(2, ge=1, description="Threads that read states from disk")
+    cache_folder: Path = Field(
+        default_factory=lambda: user_cache_path("ragcache"), description="Converted models and file digests"
+    )
+
+
+STORED_SETTINGS = (
+    "model",
+    "embedding_model",
+    "dtype",
+    "codec",
+    "chunk_tokens",
+    "chunk_overlap",
+    "system_prompt",
+)
+"""The settings a store's content depends on; they are kept in its `store.toml`."""
+
+
+def to_toml(settings: Settings) -> str:
+    """The text of `store.toml`: the settings a store's content depends on."""
+    return tomli_w.dumps({name: getattr(settings, name) for name in STORED_SETTINGS})
+
+
+def load_settings(store: Path | None = None, **arguments: Any) -> Settings:
+    """Gather settings for a store.
+
+    Args:
+        store: folder of a state store; its `store.toml` is read when it exists.
+        arguments: explicit values; `None` means not given.
+
+    Raises:
+        SettingsError: a value is out of range or of the wrong type, or there is no such setting.
+    """
+    toml_file = store / STORE_TOML if store else None
+
+    class BoundSettings(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=toml_file))
+
+    if unknown := sorted(set(arguments) - set(Settings.model_fields)):
+        raise SettingsError(f"unknown setting {unknown[0]!r}; known: {', '.join(Settings.model_fields)}")
+    try:
+        return BoundSettings(**{name: value for name, value in arguments.items() if value is not None})
+    except ValidationError as error:
+        raise _first_fault(error) from error
+    except ValueError as error:
+        raise SettingsError(f"settings cannot be read: {error}; check {toml_file} and RAGCACHE_* variables") from error
+
+
+def query_options(settings: Settings, **arguments: Any) -> QueryOptions:
+    """Options of one query: the settings', except where an argument is given.
+
+    Args:
+        settings: of the opened store.
+        arguments: explicit values; `None` means not given.
+
+    Raises:
+        SettingsError: a value is out of range or of the wrong type, or there is no such option.
+    """
+    if unknown := sorted(set(arguments) - set(QueryOptions.model_fields)):
+        raise SettingsError(f"unknown query option {unknown[0]!r}; known: {', '.join(QueryOptions.model_fields)}")
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return QueryOptions(**{name: getattr(settings, name) for name in QueryOptions.model_fields} | given)
+    except ValidationError as error:
+        raise _first_fault(error) from error
+
+
+def _first_fault(error: ValidationError) -> SettingsError:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    return SettingsError(f"setting {name!r} cannot be {first['input']!r}: {reason}")
