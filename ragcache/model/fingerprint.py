@@ -1,0 +1,103 @@
+"""Which model stored states belong to: by content, never by name.
+
+Peers that key states by model name serve one model's states to another after a fine-tune is saved over it or a
+repository moves on. Here two models are the same only when weights, tokenizer, configuration and precision are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ragcache.model.digest import file_digest
+from ragcache.model.resolve import weight_files
+
+STATE_FORMAT = 1
+"""Raised when the meaning of stored states changes: which tensor is taken, in which order."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+# Bookkeeping that does not change what the model computes. Everything else in config.json counts: a field that
+# this code has never heard of may well scale a residual.
+IRRELEVANT_CONFIG = frozenset(
+    {
+        "_name_or_path",
+        "_model_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identity of a model as far as its states are concerned.
+
+    Attributes:
+        config: sha256 over the fields of config.json that can matter (RoPE parameters among them).
+        weights: sha256 over the digests of all weight files.
+        tokenizer: sha256 over the digests of the tokenizer's files.
+        dtype: precision the model computes in.
+        state_format: `STATE_FORMAT` of the code that encoded the states.
+    """
+
+    config: str
+    weights: str
+    tokenizer: str
+    dtype: str
+    state_format: int = STATE_FORMAT
+
+    @property
+    def digest(self) -> str:
+        """sha256 over all parts, 64 hexadecimal digits."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Canonical JSON; equal fingerprints give equal text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Fingerprint:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Names of the parts in which two fingerprints differ."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+
+
+def model_fingerprint(path: Path, dtype: str, cache_folder: Path) -> Fingerprint:
+    """Fingerprint of a model computing in `dtype`.
+
+    Args:
+        path: a model folder, or the GGUF file itself rather than its conversion. A GGUF file holds configuration,
+            weights and tokenizer, so its digest stands for all three and does not depend on who converted it.
+        dtype: precision the model computes in.
+        cache_folder: where digests of files are remembered, so that only the first load reads every byte.
+    """
+    if path.is_file():
+        digest = file_digest(path, cache_folder)
+        return Fingerprint(config=digest, weights=digest, tokenizer=digest, dtype=dtype)
+    config = json.loads((path / "config.json").read_text())
+    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT_CONFIG}
+    tokenizer = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    return Fingerprint(
+        config=hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest(),
+        weights=_combined(weight_files(path), cache_folder),
+        tokenizer=_combined(tokenizer, cache_folder),
+        dtype=dtype,
+    )
+
+
+def _combined(files: list[Path], cache_folder: Path) -> str:
+    digests = "\n".join(f"{file.name} {file_digest(file, cache_folder)}" for file in files)
+    return hashlib.sha256(digests.encode()).hexdigest()

@@ -1,0 +1,51 @@
+"""A loaded causal language model, with what the other rooms need to know about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ragcache.model.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ragcache.model.attention import Decoder
+    from ragcache.model.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model, its tokenizer and its identity.
+
+    Attributes:
+        name: what the user called it.
+        module: the transformers model, in inference mode, with ragcache's attention function.
+        tokenizer: its tokenizer.
+        decoder: where its keys and values come from.
+        fingerprint: which states belong to it.
+        dtype: precision of weights and KV cache.
+        device: where it runs.
+        context_window: largest number of tokens in a sequence.
+        eos_ids: every token id that ends an answer.
+    """
+
+    name: str
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    decoder: Decoder
+    fingerprint: Fingerprint
+    dtype: torch.dtype
+    device: torch.device
+    context_window: int
+    eos_ids: frozenset[int]
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty KV cache with room for `capacity` tokens."""
+        return KVCache.allocate(self.decoder.layers, capacity, self.dtype, self.device)
+
+    def tensor(self, token_ids: list[int]) -> torch.Tensor:
+        """Token ids on the model's device, `[tokens]`."""
+        return torch.tensor(token_ids, dtype=torch.long, device=self.device)
