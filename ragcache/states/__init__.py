@@ -1,0 +1,1 @@
+"""States at rest: forms, codecs, shards, catalog. Knows tensors and files, but no model."""

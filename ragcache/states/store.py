@@ -1,0 +1,202 @@
+"""The state store: a folder with shards, a catalog and the vector index beside them.
+
+    store.toml       settings its content depends on
+    catalog.sqlite   what is visible
+    shards/          states
+    vectors/         vector index, one file per generation
+    writer.lock      held by the one process that may write
+
+Commit protocol: shard to a temporary name, fsync, rename, fsync of the folder; vector index likewise; then one
+transaction that makes both visible. Whatever dies in between leaves the old store whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, StoreNotFoundError
+from ragcache.settings import STORE_TOML, Settings, to_toml
+from ragcache.states.catalog import Catalog
+from ragcache.states.shard import sync_folder
+
+CATALOG = "catalog.sqlite"
+SHARDS = "shards"
+VECTORS = "vectors"
+LOCK = "writer.lock"
+
+
+@dataclass(frozen=True)
+class StoreIdentity:
+    """What all states of a store were made with.
+
+    Attributes:
+        fingerprint: of the language model, as JSON (`ragcache.model.fingerprint`).
+        embedding: digest of the embedding model.
+        prefix: token ids of the prompt's prefix that every chunk was encoded after.
+    """
+
+    fingerprint: str
+    embedding: str
+    prefix: tuple[int, ...]
+
+
+class StateStore:
+    """An existing store, open for reading; `ragcache.states.writer.StoreWriter` writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shard_folder = path / SHARDS
+        self.vector_folder = path / VECTORS
+        self.catalog = Catalog(path / CATALOG, self.shard_folder)
+
+    @classmethod
+    def exists(cls, path: Path) -> bool:
+        """Whether there is a store at a path.
+
+        Raises:
+            StoreError: there is something else, which must not be written into.
+        """
+        if not path.exists():
+            return False
+        if not path.is_dir():
+            raise StoreError(f"{path} is a file; a store is a folder, give the path of a new or existing one")
+        if (path / CATALOG).is_file() and cls(path).catalog.meta():
+            return True
+        # What a creation that was killed leaves behind may be written over, a user's own files not.
+        ours = {STORE_TOML, CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", SHARDS, VECTORS, LOCK}
+        if foreign := sorted({entry.name for entry in path.iterdir()} - ours):
+            raise StoreError(
+                f"{path} is not a ragcache store and holds other files ({foreign[0]}); give a new or empty folder"
+            )
+        return False
+
+    @classmethod
+    def open(cls, path: Path) -> StateStore:
+        """Open an existing store.
+
+        Raises:
+            StoreNotFoundError: there is none.
+            StoreError: the path is a file, a foreign folder or a store of a newer version.
+        """
+        if not cls.exists(path):
+            raise StoreNotFoundError(f"no store at {path}; make one with: ragcache index SOURCE --store {path}")
+        return cls(path)
+
+    @classmethod
+    def create(cls, path: Path, identity: StoreIdentity, settings: Settings) -> StateStore:
+        """Make an empty store, or open the one that another process made meanwhile.
+
+        Raises:
+            StoreError: the path cannot be written to.
+            StoreLockedError: another process is making it right now.
+        """
+        try:
+            for folder in (path, path / SHARDS, path / VECTORS):
+                folder.mkdir(parents=True, exist_ok=True)
+            with hold_lock(path):
+                store = cls(path)
+                if not cls.exists(path):
+                    for leftover in path.glob(f"{CATALOG}*"):
+                        leftover.unlink()
+                    store.write_settings(settings)
+                    meta = {
+                        "fingerprint": identity.fingerprint,
+                        "embedding": identity.embedding,
+                        "prefix": json.dumps(identity.prefix),
+                    }
+                    store.catalog.create(meta)
+                return store
+        except OSError as error:
+            raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
+
+    def identity(self) -> StoreIdentity:
+        """What the store was made with."""
+        meta = self.catalog.meta()
+        return StoreIdentity(meta["fingerprint"], meta["embedding"], tuple(json.loads(meta["prefix"])))
+
+    def check_identity(self, other: StoreIdentity, models: tuple[str, str]) -> None:
+        """Refuse to serve states to another model than the one they were made with.
+
+        Args:
+            other: of the models now loaded.
+            models: their names, for the message: language model and embedding model.
+
+        Raises:
+            StoreMismatchError: names what differs, with both values.
+        """
+        mine = self.identity()
+        if mine.fingerprint != other.fingerprint:
+            stored, loaded = json.loads(mine.fingerprint), json.loads(other.fingerprint)
+            parts = [
+                f"{name} {_short(stored.get(name))} in the store, {_short(loaded.get(name))} loaded"
+                for name in sorted({*stored, *loaded})
+                if stored.get(name) != loaded.get(name)
+            ]
+            raise StoreMismatchError(
+                f"{self.path} holds states of another model than {models[0]!r}: {'; '.join(parts)}; "
+                "open it with the model it was made with, or index into a new store"
+            )
+        if mine.embedding != other.embedding:
+            raise StoreMismatchError(
+                f"{self.path} was made with another embedding model than {models[1]!r}: {_short(mine.embedding)} in "
+                f"the store, {_short(other.embedding)} loaded; use that one, or index into a new store"
+            )
+        if mine.prefix != other.prefix:
+            raise StoreMismatchError(
+                f"{self.path} was made with another system prompt or chat template ({len(mine.prefix)} prefix tokens "
+                f"in the store, {len(other.prefix)} now, not equal); use that one, or index into a new store"
+            )
+
+    def write_settings(self, settings: Settings) -> None:
+        """Write `store.toml`, whole or not at all."""
+        descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{STORE_TOML}-")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(to_toml(settings))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(self.path / STORE_TOML)
+        sync_folder(self.path)
+
+    def remove_if_empty(self) -> None:
+        """Delete a store that nothing was committed to. To be called by the process that holds its lock."""
+        if not self.catalog.vectors_generation():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def orphans(self) -> list[Path]:
+        """Finished shard files that no catalog entry points to, left by a writer that died before its commit."""
+        known = self.catalog.shard_names()
+        files = sorted(self.shard_folder.glob("[!.]*.arrow"))
+        return [file for file in files if file.name not in known]
+
+
+@contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Be the one process that writes to the store at a path. The lock goes with the process, however it ends.
+
+    Raises:
+        StoreLockedError: another process is.
+    """
+    lock = FileLock(path / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StoreLockedError(f"another process is writing to {path}; wait for it to finish, or stop it") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
