@@ -1,0 +1,1 @@
+"""Token ids in order: prefix | chunks | question."""

@@ -1,0 +1,90 @@
+"""Which chunk stands where, within the context window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcache.errors import QuestionError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A prompt: prefix, then the chosen chunks, then the question.
+
+    Attributes:
+        prefix: ids of the prefix.
+        chunks: ids of each chunk, in prompt order.
+        kept: for each chunk in prompt order, its index among those offered.
+        dropped: indices of chunks for which there was no room.
+        question: ids of the question.
+        answer_room: tokens left for the answer.
+    """
+
+    prefix: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    kept: tuple[int, ...]
+    dropped: tuple[int, ...]
+    question: tuple[int, ...]
+    answer_room: int
+
+    @property
+    def starts(self) -> list[int]:
+        """Position of each chunk's first token."""
+        position, starts = len(self.prefix), []
+        for chunk in self.chunks:
+            starts.append(position)
+            position += len(chunk)
+        return starts
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The whole prompt."""
+        return [*self.prefix, *(i for chunk in self.chunks for i in chunk), *self.question]
+
+
+def lay_out(
+    prefix: tuple[int, ...],
+    chunks: Sequence[tuple[int, ...]],
+    scores: Sequence[float],
+    question: tuple[int, ...],
+    context_window: int,
+    max_tokens: int,
+) -> Layout:
+    """Place chunks in the order given; when they do not all fit, those of the lowest scores are left out.
+
+    Args:
+        prefix: ids of the prefix.
+        chunks: ids of each chunk offered.
+        scores: one for each chunk; higher is better.
+        question: ids of the question.
+        context_window: most tokens the model takes, answer included.
+        max_tokens: room wanted for the answer; it keeps chunks out of at most half of what the question leaves.
+
+    Raises:
+        QuestionError: prefix and question alone leave no room for an answer.
+    """
+    fixed = len(prefix) + len(question)
+    if fixed >= context_window:
+        raise QuestionError(
+            f"the question is too long: with the system prompt it takes {fixed} tokens, and the model's context "
+            f"window is {context_window}; shorten the question"
+        )
+    room = context_window - fixed
+    reserved = min(max_tokens, room - room // 2)
+    kept: set[int] = set()
+    used = 0
+    for index in sorted(range(len(chunks)), key=lambda i: -scores[i]):
+        if used + len(chunks[index]) > room - reserved:
+            break
+        used += len(chunks[index])
+        kept.add(index)
+    order = [index for index in range(len(chunks)) if index in kept]
+    return Layout(
+        prefix=prefix,
+        chunks=tuple(chunks[index] for index in order),
+        kept=tuple(order),
+        dropped=tuple(index for index in range(len(chunks)) if index not in kept),
+        question=question,
+        answer_room=min(max_tokens, room - used),
+    )

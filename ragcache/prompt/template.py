@@ -1,0 +1,108 @@
+"""The prompt's parts as token ids.
+
+    prefix    BOS, system prompt, start of the user turn           the same for every question
+    chunk     [title] and text of a passage                        wherever it was retrieved
+    question  the question, end of the user turn, start of answer
+
+The model's own chat template is rendered once with marks where chunks and question go, and cut there. Each part is
+tokenised alone and the parts are joined as ids, so a chunk has the same ids wherever it stands, and nothing searches
+for separators in text. Special tokens come from the template only: a document that spells out `<|im_end|>` contains
+the characters, not the token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jinja2.exceptions import TemplateError
+
+from ragcache.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# No whitespace at their ends, for templates that strip messages; characters no template touches.
+CHUNKS_MARK = "@@ragcache:chunks@@"
+QUESTION_MARK = "@@ragcache:question@@"
+
+USER_TURN = f"Passages:\n\n{CHUNKS_MARK}Question: {QUESTION_MARK}"
+
+
+class PromptTemplate:
+    """Turns texts into the ids of a prompt's parts.
+
+    Attributes:
+        prefix: ids of the prefix.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> None:
+        """Render the chat template and cut it.
+
+        Raises:
+            UnsupportedModelError: the template changes or drops the user's message.
+        """
+        self._tokenizer = tokenizer
+        rendered = _render(tokenizer, system_prompt)
+        before, mark, rest = rendered.partition(CHUNKS_MARK)
+        self._before_question, question_mark, self._after_question = rest.partition(QUESTION_MARK)
+        if not mark or not question_mark or QUESTION_MARK in self._after_question:
+            raise UnsupportedModelError("the model's chat template does not keep the user's message in one piece")
+        self.prefix = (*_leading_bos(tokenizer), *self._with_special_tokens(before))
+
+    def chunk(self, title: str, text: str) -> tuple[int, ...]:
+        """Ids of a passage: its title, never its place, so they do not depend on where it stands."""
+        return self._plain(f"[{title}]\n{text}\n\n" if title else f"{text}\n\n")
+
+    def question(self, question: str) -> tuple[int, ...]:
+        """Ids from the question to where the answer starts."""
+        return self._plain(self._before_question + question) + self._with_special_tokens(self._after_question)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text by itself, for splitters that count."""
+        return list(self._plain(text))
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """A conversation as the model's chat template writes it, up to where the answer starts.
+
+        Args:
+            messages: each with `role` and `content`. A model without a template gets the contents one after the other.
+        """
+        if not self._tokenizer.chat_template:
+            return "\n\n".join(message["content"] for message in messages)
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def formatted(self, text: str) -> tuple[int, ...]:
+        """Ids of a whole prompt that already has its special tokens as text, such as from `render`."""
+        return (*_leading_bos(self._tokenizer), *self._with_special_tokens(text))
+
+    def _plain(self, text: str) -> tuple[int, ...]:
+        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return tuple(ids)
+
+    def _with_special_tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> str:
+    if not tokenizer.chat_template:
+        return f"{system_prompt}\n\n{USER_TURN}\nAnswer:"
+    with_system = [{"role": "system", "content": system_prompt}, {"role": "user", "content": USER_TURN}]
+    # Some families have no system role (Gemma, early Mistral) and say so by raising; the instruction then opens the
+    # user's turn, as their own documentation has it.
+    without_system = [{"role": "user", "content": f"{system_prompt}\n\n{USER_TURN}"}]
+    for messages in (with_system, without_system):
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError:
+            continue
+        if system_prompt.strip() in rendered:
+            return str(rendered)
+    raise UnsupportedModelError("the model's chat template takes neither a system prompt nor a user message")
+
+
+def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """A base model has no template to write BOS, but its tokenizer may add one to every text."""
+    if tokenizer.chat_template or tokenizer.bos_token_id is None:
+        return ()
+    added = tokenizer("", verbose=False)["input_ids"]
+    return (tokenizer.bos_token_id,) if tokenizer.bos_token_id in added[:1] else ()
