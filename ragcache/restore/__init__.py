@@ -1,0 +1,1 @@
+"""From rest to KV in memory."""
