@@ -1,0 +1,1 @@
+"""The offline batch job: sources, splitting, encoding, progress."""

@@ -1,0 +1,242 @@
+"""One indexing run: find what changed, encode it, make it visible a shard at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ragcache.errors import SourceError, StoreError
+from ragcache.indexer.encoder import StateEncoder
+from ragcache.indexer.report import IndexReport, Progress
+from ragcache.indexer.sources import Document, checked
+from ragcache.indexer.splitting import Splitter
+from ragcache.retriever.embedding import Embedder
+from ragcache.retriever.vectors import VectorIndex, remove_other_generations
+from ragcache.states.key import state_key
+from ragcache.states.records import DocumentRecord
+from ragcache.states.shard import ShardEntry
+from ragcache.states.store import StateStore
+from ragcache.states.writer import NewChunk, StoreWriter
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """What an indexing run has to do.
+
+    Attributes:
+        source: name that documents are recorded under.
+        changed: ids of the documents to encode, in the order of the source.
+        added: how many of them are new.
+        unchanged: how many documents stay as they are.
+        removed: ids of documents to take out.
+    """
+
+    source: str
+    changed: list[str]
+    added: int
+    unchanged: int
+    removed: list[str]
+
+
+def signature(document: Document, source: str, settings_digest: str) -> str:
+    """sha256 over everything that a document's chunks, their states and their metadata depend on.
+
+    Raises:
+        SourceError: the metadata is no JSON.
+    """
+    parts = [source, document.id, document.title, document.text, document.metadata, settings_digest]
+    try:
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"{source}: metadata of document {document.id!r} is not JSON: {error}") from error
+
+
+def plan_run(
+    documents: Iterable[Document],
+    source: str,
+    settings_digest: str,
+    store: StateStore | None,
+    *,
+    remove_missing: bool,
+) -> IndexPlan:
+    """Read every document once and compare with the store.
+
+    Args:
+        documents: what is to be in the store.
+        source: name that they are recorded under.
+        settings_digest: settings that chunks depend on.
+        store: `None` before the first run.
+        remove_missing: documents of this source that are not among `documents` go.
+
+    Raises:
+        SourceError: a document cannot be read or makes no sense, or there are no documents at all.
+    """
+    known = store.catalog.signatures() if store else {}
+    seen: set[str] = set()
+    changed: list[str] = []
+    for document in checked(documents, source):
+        seen.add(document.id)
+        if known.get(document.id) != signature(document, source, settings_digest):
+            changed.append(document.id)
+    mine = store.catalog.signatures(source) if store and remove_missing else {}
+    return IndexPlan(
+        source=source,
+        changed=changed,
+        added=sum(document_id not in known for document_id in changed),
+        unchanged=len(seen) - len(changed),
+        removed=[document_id for document_id in mine if document_id not in seen],
+    )
+
+
+@dataclass
+class IndexJob:
+    """Carries out a plan against a store that this process has locked.
+
+    Attributes:
+        store: the store.
+        writer: writes to it; entered.
+        splitter: documents to chunks.
+        encoder: chunks to states.
+        embedder: chunks to vectors.
+        prefix: token ids of the prompt's prefix, part of every key.
+        settings_digest: settings that chunks depend on, part of every signature.
+        batch_tokens: tokens in one forward pass.
+        progress: told how it goes.
+    """
+
+    store: StateStore
+    writer: StoreWriter
+    splitter: Splitter
+    encoder: StateEncoder
+    embedder: Embedder
+    prefix: tuple[int, ...]
+    settings_digest: str
+    batch_tokens: int
+    progress: Progress
+    _documents: list[tuple[DocumentRecord, list[NewChunk]]] = field(default_factory=list, init=False)
+    _batch: list[tuple[NewChunk, DocumentRecord]] = field(default_factory=list, init=False)
+    _batched_keys: set[str] = field(default_factory=set, init=False)
+    _encoded_tokens: int = field(default=0, init=False)
+
+    def run(self, documents: Iterable[Document], plan: IndexPlan) -> IndexReport:
+        """Encode what the plan names and commit whenever a shard is full.
+
+        Args:
+            documents: the same as were planned; those that the plan does not name are passed over.
+            plan: what to do.
+
+        Raises:
+            SourceError: a document vanished since the plan was made.
+            StoreError: the store cannot be written to. What was committed before is intact.
+        """
+        clock = time.perf_counter()
+        self._open_vectors()
+        self.progress.start(len(plan.changed))
+        chunks, empty = 0, []
+        waiting = set(plan.changed)
+        for document in documents:
+            if document.id not in waiting:
+                continue
+            waiting.remove(document.id)
+            added = self._add(document, plan.source)
+            chunks += added
+            if added == 0:
+                empty.append(document.id)
+            self.progress.advance(1, 0, 0)
+            if self.writer.pending_bytes >= self.writer.shard_bytes:
+                self._commit([])
+        if waiting:
+            raise SourceError(f"{plan.source}: document {min(waiting)!r} vanished while indexing; run it again")
+        self._commit(plan.removed)
+        return IndexReport(
+            added=plan.added,
+            updated=len(plan.changed) - plan.added,
+            unchanged=plan.unchanged,
+            removed=len(plan.removed),
+            empty=tuple(empty),
+            chunks=chunks,
+            encoded_tokens=self._encoded_tokens,
+            seconds=time.perf_counter() - clock,
+        )
+
+    def _open_vectors(self) -> None:
+        generation = self.store.catalog.vectors_generation()
+        try:
+            self._vectors = (
+                VectorIndex.load(self.store.vector_folder, generation)
+                if generation
+                else VectorIndex.empty(self.embedder.dimension)
+            )
+        except FileNotFoundError as error:
+            raise StoreError(f"{error} is missing; delete the store and index again") from error
+
+    def _add(self, document: Document, source: str) -> int:
+        """Split a document and put its chunks in line; returns how many there are."""
+        title = document.title or document.id
+        # Signed as it is now: it may have changed since it was planned.
+        signed = signature(document, source, self.settings_digest)
+        record = DocumentRecord(document.id, source, title, signed, document.metadata)
+        pieces = self.splitter.split(document)
+        fingerprint = self.encoder.model.fingerprint.digest
+        chunks = [
+            NewChunk(
+                vector_id=vector_id,
+                chunk_id=f"{document.id}#{ordinal}",
+                ordinal=ordinal,
+                text=piece.text,
+                token_ids=piece.token_ids,
+                key=state_key(fingerprint, self.prefix, (), piece.token_ids),
+            )
+            for ordinal, (vector_id, piece) in enumerate(
+                zip(self.writer.new_vector_ids(len(pieces)), pieces, strict=True)
+            )
+        ]
+        for chunk in chunks:
+            if chunk.key in self._batched_keys or self.writer.has(chunk.key):
+                self.progress.advance(0, 1, len(chunk.token_ids))
+                continue
+            if sum(len(other.token_ids) for other, _ in self._batch) + len(chunk.token_ids) > self.batch_tokens:
+                self._encode_batch()
+            self._batch.append((chunk, record))
+            self._batched_keys.add(chunk.key)
+        self._documents.append((record, chunks))
+        return len(chunks)
+
+    def _encode_batch(self) -> None:
+        if not self._batch:
+            return
+        encoded = self.encoder.encode([chunk.token_ids for chunk, _ in self._batch])
+        for (chunk, record), layers in zip(self._batch, encoded, strict=True):
+            description = {
+                "chunk_id": chunk.chunk_id,
+                "document_id": record.id,
+                "source": record.source,
+                "ordinal": chunk.ordinal,
+                "title": record.title,
+                "text": chunk.text,
+                "metadata": record.metadata,
+            }
+            self.writer.put(ShardEntry(chunk.key, chunk.token_ids, layers, description))
+            self._encoded_tokens += len(chunk.token_ids)
+            self.progress.advance(0, 1, len(chunk.token_ids))
+        self._batch, self._batched_keys = [], set()
+
+    def _commit(self, removed: list[str]) -> None:
+        """Vectors to a file of a new generation, then everything visible at once."""
+        self._encode_batch()
+        if not self._documents and not removed:
+            return
+        replaced = [record.id for record, _ in self._documents]
+        self._vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
+        chunks = [chunk for _, chunks in self._documents for chunk in chunks]
+        if chunks:
+            vectors = self.embedder.texts([chunk.text for chunk in chunks])
+            self._vectors.add([chunk.vector_id for chunk in chunks], vectors)
+        generation = self.store.catalog.vectors_generation() + 1
+        self._vectors.save(self.store.vector_folder, generation)
+        self.writer.commit(self._documents, removed, generation)
+        remove_other_generations(self.store.vector_folder, generation)
+        self._documents = []

@@ -1,0 +1,51 @@
+"""What an indexing run did, and is doing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class IndexReport:
+    """Outcome of an indexing run.
+
+    Attributes:
+        added: documents that were not there before.
+        updated: documents whose text, title, metadata or settings changed.
+        unchanged: documents left as they were.
+        removed: documents that are gone from the source.
+        empty: ids of documents without any text; they are in the store and have no chunks.
+        chunks: chunks of added and updated documents.
+        encoded_tokens: tokens run through the language model; states of equal chunks are kept.
+        seconds: wall time of the run.
+    """
+
+    added: int = 0
+    updated: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    empty: tuple[str, ...] = ()
+    chunks: int = 0
+    encoded_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Progress(Protocol):
+    """Told how far an indexing run has come."""
+
+    def start(self, documents: int) -> None:
+        """The run begins; so many documents are to be encoded."""
+
+    def advance(self, documents: int, chunks: int, tokens: int) -> None:
+        """So many more documents are split, chunks and tokens encoded."""
+
+
+class Silent:
+    """Progress that nobody watches."""
+
+    def start(self, documents: int) -> None:
+        """Say nothing."""
+
+    def advance(self, documents: int, chunks: int, tokens: int) -> None:
+        """Say nothing."""

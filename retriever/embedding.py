@@ -1,0 +1,64 @@
+"""The embedding model, through LlamaIndex's HuggingFaceEmbedding."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.errors import UnsupportedModelError
+from ragcache.model.digest import file_digest
+from ragcache.model.resolve import resolve, weight_files
+
+Vectors = NDArray[np.float32]
+
+
+class Embedder:
+    """Texts to unit vectors.
+
+    Attributes:
+        name: what the user called the model.
+        digest: sha256 over its weights; vectors of different models do not compare.
+        dimension: length of a vector.
+    """
+
+    def __init__(self, name: str, device: str, cache_folder: Path, batch_size: int = 32) -> None:
+        """Load the model.
+
+        Raises:
+            ModelNotFoundError: nothing of that name.
+            UnsupportedModelError: it is no embedding model.
+        """
+        # Imported here: it takes seconds, and the command line has things to say before that.
+        from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+
+        logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
+        folder = resolve(name)
+        if folder.is_file():
+            raise UnsupportedModelError(
+                f"{name} cannot embed; give a folder or hub id of a sentence-transformers model"
+            )
+        try:
+            self._model = HuggingFaceEmbedding(
+                model_name=str(folder), device=device, embed_batch_size=batch_size, normalize=True
+            )
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UnsupportedModelError(f"{name} cannot be loaded as an embedding model: {reason}") from error
+        self.name = name
+        weights = "\n".join(file_digest(file, cache_folder) for file in weight_files(folder))
+        self.digest = hashlib.sha256(weights.encode()).hexdigest()
+        self.dimension = len(self._model.get_text_embedding("dimension"))
+
+    def texts(self, texts: Sequence[str]) -> Vectors:
+        """Embed passages, `[texts, dimension]`."""
+        vectors = self._model.get_text_embedding_batch(list(texts))
+        return np.asarray(vectors, dtype=np.float32).reshape(len(texts), self.dimension)
+
+    def question(self, question: str) -> Vectors:
+        """Embed a question, `[1, dimension]`; some models put an instruction in front of it."""
+        return np.asarray([self._model.get_query_embedding(question)], dtype=np.float32)

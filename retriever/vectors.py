@@ -1,0 +1,89 @@
+"""The vector index: FAISS, inner product over unit vectors, ids from the catalog.
+
+Ids are the catalog's monotonic integers. LlamaIndex's FaissMapVectorStore takes them from the number of vectors
+instead, so that after a delete and an add one chunk's text is returned for another's vector.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache.errors import StoreError
+from ragcache.states.shard import TEMPORARY_PREFIX, sync_folder
+
+Vectors = NDArray[np.float32]
+
+
+class VectorIndex:
+    """Vectors of all visible chunks, in memory; each commit writes them to a file of its own generation."""
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    @classmethod
+    def empty(cls, dimension: int) -> VectorIndex:
+        """An index of no vectors."""
+        return cls(faiss.IndexIDMap2(faiss.IndexFlatIP(dimension)))
+
+    @classmethod
+    def load(cls, folder: Path, generation: int) -> VectorIndex:
+        """Read the file of a generation.
+
+        Raises:
+            FileNotFoundError: it is gone; a newer one was committed meanwhile, or the store is damaged.
+            StoreError: it is not a FAISS index.
+        """
+        path = _file(folder, generation)
+        if not path.exists():
+            raise FileNotFoundError(path)
+        try:
+            return cls(faiss.read_index(str(path)))
+        except RuntimeError as error:
+            raise StoreError(f"{path} is damaged; delete the store and index again") from error
+
+    def save(self, folder: Path, generation: int) -> None:
+        """Write the file of a generation, durably; it appears whole or not at all."""
+        path = _file(folder, generation)
+        temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+        try:
+            faiss.write_index(self._index, str(temporary))
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.rename(path)
+            sync_folder(folder)
+        except (RuntimeError, OSError) as error:
+            temporary.unlink(missing_ok=True)
+            raise StoreError(f"cannot write to {folder}; what was committed before is intact") from error
+
+    def __len__(self) -> int:
+        return int(self._index.ntotal)
+
+    def add(self, ids: list[int], vectors: Vectors) -> None:
+        """Add vectors `[len(ids), dimension]`."""
+        self._index.add_with_ids(vectors, np.asarray(ids, dtype=np.int64))
+
+    def remove(self, ids: list[int]) -> None:
+        """Take vectors out; ids that are not there are ignored."""
+        self._index.remove_ids(np.asarray(ids, dtype=np.int64))
+
+    def search(self, question: Vectors, count: int) -> list[tuple[int, float]]:
+        """Ids and cosine similarities of the nearest vectors, best first."""
+        scores, ids = self._index.search(question, min(count, len(self)))
+        return [(int(i), float(score)) for i, score in zip(ids[0], scores[0], strict=True) if i >= 0]
+
+
+def remove_other_generations(folder: Path, keep: int) -> None:
+    """Delete index files that are no longer, or were never, visible, and what a killed writer left."""
+    for path in folder.iterdir():
+        if path != _file(folder, keep):
+            path.unlink(missing_ok=True)
+
+
+def _file(folder: Path, generation: int) -> Path:
+    return folder / f"vectors-{generation:08d}.faiss"
