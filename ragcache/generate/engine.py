@@ -1,0 +1,140 @@
+"""From a layout to the logits after its last token: which KV are restored, which are prefilled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ragcache.generate.pool import CachePool
+from ragcache.model.capture import prefill
+from ragcache.model.forward import Segment, forward
+from ragcache.model.kv_cache import KVCache
+from ragcache.model.language_model import LanguageModel
+from ragcache.prompt.layout import Layout
+from ragcache.restore.restorer import Placement, Restorer, RestoreReport
+from ragcache.settings import Reuse
+from ragcache.states.form import StateFormat, hidden_format
+from ragcache.states.miss import Miss, MissReason
+from ragcache.states.records import StoredStates
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """Where the prompt's KV came from, and how long each part took, in milliseconds.
+
+    Attributes:
+        prefix_tokens: copied from the prefix kept in memory.
+        restored_tokens: rebuilt from stored states.
+        prefilled_tokens: run through the model in this request.
+        misses: chunks whose stored states were not used.
+        read_ms: waiting for the disk.
+        restore_ms: rebuilding KV from states.
+        prefill_ms: running tokens through the model.
+    """
+
+    prefix_tokens: int
+    restored_tokens: int
+    prefilled_tokens: int
+    misses: list[Miss] = field(default_factory=list)
+    read_ms: float = 0.0
+    restore_ms: float = 0.0
+    prefill_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt whose KV are in memory.
+
+    Attributes:
+        cache: its KV, with room for the answer.
+        logits: after its last token, `[vocabulary]`.
+        report: how it got there.
+    """
+
+    cache: KVCache
+    logits: Tensor
+    report: PromptReport
+
+
+class Engine:
+    """Prepares prompts for decoding; may be used by several threads at once.
+
+    Attributes:
+        prefix: KV of the tokens that every prompt starts with.
+        format: how states are stored.
+        pool: where a prompt's cache comes from, and goes back to once its answer is complete.
+    """
+
+    def __init__(self, model: LanguageModel, prefix: tuple[int, ...], codec: str, reader_threads: int) -> None:
+        """Prefill the prompt's prefix once and keep its KV.
+
+        Args:
+            model: the model to run.
+            prefix: token ids that every prompt starts with.
+            codec: how chunks without stored states are encoded.
+            reader_threads: threads that read states.
+        """
+        self._model = model
+        self.pool = CachePool(model)
+        self.prefix = prefill(model, prefix)
+        layers, width, dtype = len(model.decoder.layers), model.decoder.hidden_size, model.fingerprint.dtype
+        self.format = hidden_format(layers, width, codec, dtype)
+        self._exact_format = hidden_format(layers, width, "raw", dtype)
+        self._restorer = Restorer(model, self.prefix, prefix, reader_threads)
+
+    def prepare(
+        self, layout: Layout, chunk_ids: Sequence[str], states: Sequence[StoredStates | None], reuse: Reuse
+    ) -> PreparedPrompt:
+        """Fill a KV cache with the prompt.
+
+        Args:
+            layout: the prompt.
+            chunk_ids: of the layout's chunks, for reports.
+            states: stored states of the layout's chunks.
+            reuse: see `ragcache.settings.Reuse`.
+        """
+        cache = self.pool.take(len(layout.token_ids) + layout.answer_room)
+        placements = [Placement(*parts) for parts in zip(chunk_ids, layout.chunks, layout.starts, states, strict=True)]
+        if reuse == "none":
+            restored = RestoreReport()
+        else:
+            cache.copy_prefix(self.prefix)
+            if reuse == "exact":
+                restored = self._restore_exact(placements, cache)
+            else:
+                restored = self._restorer.restore(placements, self.format, cache)
+        prefix_tokens = 0 if reuse == "none" else len(layout.prefix)
+        clock = time.perf_counter()
+        rest = layout.token_ids[cache.length :]
+        logits = forward(self._model, [Segment(self._model.tensor(rest), cache)])[0]
+        prefill_ms = (time.perf_counter() - clock) * 1e3
+        report = PromptReport(
+            prefix_tokens=prefix_tokens,
+            restored_tokens=restored.restored_tokens,
+            prefilled_tokens=len(rest) + restored.recomputed_tokens,
+            misses=restored.misses,
+            read_ms=restored.read_ms,
+            restore_ms=restored.restore_ms,
+            prefill_ms=prefill_ms + restored.recompute_ms,
+        )
+        return PreparedPrompt(cache, logits, report)
+
+    def _restore_exact(self, placements: Sequence[Placement], cache: KVCache) -> RestoreReport:
+        """Restore what equals a full prefill: the first chunk, which was encoded after the prefix alone."""
+        if not placements:
+            return RestoreReport()
+        first = placements[0]
+        if first.states is not None and not _decodes_exactly(first.states):
+            reason = "quantised states are not exact; index with --codec raw to reuse them here"
+            return RestoreReport(misses=[Miss(first.chunk_id, MissReason.INEXACT, reason)])
+        return self._restorer.restore([first], self._exact_format, cache)
+
+
+def _decodes_exactly(states: StoredStates) -> bool:
+    try:
+        return StateFormat.from_json(states.format).exact
+    except ValueError:
+        return False

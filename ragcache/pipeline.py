@@ -1,0 +1,290 @@
+"""RagCache: an opened store with its models. The command line, the server and LlamaIndex all go through it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ragcache.answer import Answer
+from ragcache.errors import DocumentNotFoundError, QuestionError, StoreNotFoundError
+from ragcache.generate.engine import Engine
+from ragcache.generate.sampling import SamplingParameters
+from ragcache.indexer.encoder import StateEncoder
+from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
+from ragcache.indexer.report import IndexReport, Progress, Silent
+from ragcache.indexer.sources import Document
+from ragcache.indexer.splitting import Splitter
+from ragcache.model.language_model import LanguageModel
+from ragcache.model.loading import OnStage, load_language_model
+from ragcache.prompt.layout import Layout, lay_out
+from ragcache.prompt.template import PromptTemplate
+from ragcache.retriever.embedding import Embedder
+from ragcache.retriever.retriever import RetrievedChunk, Retriever
+from ragcache.settings import QueryOptions, Settings, load_settings, query_options
+from ragcache.states.store import StateStore, StoreIdentity
+from ragcache.states.writer import StoreWriter
+from ragcache.stream import AnswerStream, ContextChunk, answer_head, context_chunk, milliseconds_since
+
+PYTHON_SOURCE = "python"
+
+
+class RagCache:
+    """A store, the language model whose states it holds, and the embedding model that finds chunks in it.
+
+    Queries may come from several threads at once, while one thread or another process indexes.
+
+    Attributes:
+        path: folder of the store.
+        settings: its settings.
+        model: the language model.
+        template: texts to prompt parts.
+        engine: prompts to KV.
+        embedder: texts to vectors.
+    """
+
+    def __init__(self, path: Path, settings: Settings, model: LanguageModel, embedder: Embedder) -> None:
+        """Use `open` instead, which loads the models."""
+        self.path = path
+        self.settings = settings
+        self.model = model
+        self.embedder = embedder
+        self.template = PromptTemplate(model.tokenizer, settings.system_prompt)
+        self.engine = Engine(model, self.template.prefix, settings.codec, settings.reader_threads)
+        self._lock = threading.Lock()
+        self._store: StateStore | None = None
+        self._retriever: Retriever | None = None
+        if StateStore.exists(path):
+            self._attach(StateStore.open(path))
+
+    @classmethod
+    def open(cls, path: str | Path, *, on_stage: OnStage = lambda _: None, **settings: Any) -> RagCache:
+        """Open a store, or prepare to make one with the first call of `index`.
+
+        Args:
+            path: folder of the store.
+            on_stage: told what is being loaded.
+            settings: any of `ragcache.settings.Settings`.
+
+        Raises:
+            SettingsError, ModelError: a setting or a model cannot be used.
+            StoreError: the path is something else than a store.
+            StoreMismatchError: the store was made with other models or another prompt prefix.
+        """
+        path = Path(path)
+        StateStore.exists(path)
+        loaded = load_settings(path, **settings)
+        model = load_language_model(
+            loaded.model,
+            dtype=loaded.dtype,
+            device=loaded.device,
+            cache_folder=loaded.cache_folder,
+            trust_remote_code=loaded.trust_remote_code,
+            on_stage=on_stage,
+        )
+        on_stage(f"loading {loaded.embedding_model}")
+        embedder = Embedder(loaded.embedding_model, str(model.device), loaded.cache_folder)
+        return cls(path, loaded, model, embedder)
+
+    @property
+    def store(self) -> StateStore:
+        """The store.
+
+        Raises:
+            StoreNotFoundError: nothing was indexed yet.
+        """
+        if self._store is None:
+            raise StoreNotFoundError(f"no store at {self.path}; index documents into it first")
+        return self._store
+
+    def index(
+        self,
+        documents: Iterable[Document],
+        *,
+        source: str = PYTHON_SOURCE,
+        remove_missing: bool = False,
+        progress: Progress | None = None,
+    ) -> IndexReport:
+        """Bring documents into the store: new and changed ones are encoded, others left as they are.
+
+        Args:
+            documents: read twice, so give a collection or an object that can be iterated over again.
+            source: name the documents are recorded under.
+            remove_missing: documents of this source that are not given are removed.
+            progress: told how it goes.
+
+        Raises:
+            SourceError: a document cannot be read, an id comes twice, or there are none.
+            StoreError: the store cannot be written to, or another process is writing.
+        """
+        if isinstance(documents, Iterator):
+            documents = list(documents)
+        digest = self._settings_digest()
+        plan = plan_run(documents, source, digest, self._store, remove_missing=remove_missing)
+        store = self._store or StateStore.create(self.path, self._identity(), self.settings)
+        report = self._run_job(store, documents, plan, progress or Silent())
+        if self._store is None:
+            self._attach(store)
+        store.write_settings(self.settings)
+        return report
+
+    def delete(self, document_ids: Sequence[str]) -> None:
+        """Take documents out of the store.
+
+        Raises:
+            DocumentNotFoundError: there is no document of an id; nothing was removed.
+        """
+        known = self.store.catalog.signatures()
+        if unknown := [i for i in document_ids if i not in known]:
+            raise DocumentNotFoundError(f"no document {unknown[0]!r} in {self.path}; nothing was removed")
+        plan = IndexPlan(PYTHON_SOURCE, changed=[], added=0, unchanged=0, removed=list(document_ids))
+        self._run_job(self.store, [], plan, Silent())
+
+    def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
+        """The chunks nearest to a question, best first."""
+        options = query_options(self.settings, top_k=top_k)
+        if self._retriever is None:
+            raise StoreNotFoundError(f"no store at {self.path}; index documents into it first")
+        return self._retriever.retrieve(question, options.top_k)
+
+    def query(self, question: str, **options: Any) -> Answer:
+        """Answer a question from the store; see `stream`."""
+        return self.stream(question, **options).answer
+
+    def stream(self, question: str, **options: Any) -> AnswerStream:
+        """Answer a question from the store, piece by piece.
+
+        Retrieval, restoring and the question's prefill are done when this returns.
+
+        Args:
+            question: what is asked.
+            options: any of `ragcache.settings.QueryOptions`.
+
+        Raises:
+            SettingsError: an option cannot be used.
+            QuestionError: the question is empty, or too long for the context window.
+        """
+        clock = time.perf_counter()
+        chosen = query_options(self.settings, **options)
+        _check_question(question)
+        chunks = [context_chunk(hit) for hit in self.retrieve(question, chosen.top_k)]
+        return self._answer(question, chunks, chosen, clock, milliseconds_since(clock))
+
+    def stream_from(self, question: str, chunks: Sequence[ContextChunk], **options: Any) -> AnswerStream:
+        """Answer a question from chosen passages, in the order given; see `stream`."""
+        clock = time.perf_counter()
+        _check_question(question)
+        return self._answer(question, chunks, query_options(self.settings, **options), clock, 0.0)
+
+    def generate(self, token_ids: tuple[int, ...], **options: Any) -> AnswerStream:
+        """Continue a prompt given as token ids, by a plain prefill; see `stream`."""
+        clock = time.perf_counter()
+        chosen = query_options(self.settings, **options | {"reuse": "none"})
+        layout = lay_out((), [], [], token_ids, self.model.context_window, chosen.max_tokens)
+        return self._start(layout, [], chosen, clock, 0.0)
+
+    def find_chunk(self, chunk_id: str, title: str, text: str, score: float) -> ContextChunk:
+        """A passage from elsewhere, with stored states when the store has just this text under this id.
+
+        Args:
+            chunk_id: id it may have in the store.
+            title: shown to the model when the store does not have it.
+            text: the passage.
+            score: its relevance.
+        """
+        for stored in self._store.catalog.chunks_by_id([chunk_id]) if self._store else []:
+            if stored.text.strip() == text.strip():
+                return context_chunk(RetrievedChunk(stored, score))
+        return ContextChunk(chunk_id, chunk_id, title, text, score, self.template.chunk(title, text), None)
+
+    def lay_out(self, question: str, chunks: Sequence[ContextChunk], max_tokens: int) -> Layout:
+        """The prompt for a question and some passages, as token ids."""
+        return lay_out(
+            self.template.prefix,
+            [chunk.token_ids for chunk in chunks],
+            [chunk.score for chunk in chunks],
+            self.template.question(question),
+            self.model.context_window,
+            max_tokens,
+        )
+
+    def _answer(
+        self,
+        question: str,
+        chunks: Sequence[ContextChunk],
+        options: QueryOptions,
+        clock: float,
+        retrieve_ms: float,
+    ) -> AnswerStream:
+        return self._start(self.lay_out(question, chunks, options.max_tokens), chunks, options, clock, retrieve_ms)
+
+    def _start(
+        self,
+        layout: Layout,
+        chunks: Sequence[ContextChunk],
+        options: QueryOptions,
+        clock: float,
+        retrieve_ms: float,
+    ) -> AnswerStream:
+        """Prefill a prompt; what is returned decodes."""
+        kept = [chunks[index] for index in layout.kept]
+        prompt = self.engine.prepare(
+            layout, [chunk.chunk_id for chunk in kept], [chunk.states for chunk in kept], options.reuse
+        )
+        head = answer_head(
+            kept, [chunks[index].chunk_id for index in layout.dropped], prompt, options.reuse, retrieve_ms
+        )
+        parameters = SamplingParameters(
+            max_tokens=layout.answer_room,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            stop=options.stop,
+        )
+        return AnswerStream(self.model, self.engine, prompt, head, parameters, clock)
+
+    def _attach(self, store: StateStore) -> None:
+        store.check_identity(self._identity(), (self.settings.model, self.settings.embedding_model))
+        self._store, self._retriever = store, Retriever(store, self.embedder)
+
+    def _identity(self) -> StoreIdentity:
+        return StoreIdentity(self.model.fingerprint.to_json(), self.embedder.digest, self.template.prefix)
+
+    def _settings_digest(self) -> str:
+        parts = [self.settings.chunk_tokens, self.settings.chunk_overlap, self.engine.format.to_json()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def _run_job(
+        self, store: StateStore, documents: Iterable[Document], plan: IndexPlan, progress: Progress
+    ) -> IndexReport:
+        shard_bytes = self.settings.shard_megabytes * 2**20
+        with StoreWriter(store, self.engine.format, shard_bytes) as writer:
+            job = IndexJob(
+                store=store,
+                writer=writer,
+                splitter=Splitter(self.template, self.settings.chunk_tokens, self.settings.chunk_overlap),
+                encoder=StateEncoder(self.model, self.engine.prefix, self.engine.format),
+                embedder=self.embedder,
+                prefix=self.template.prefix,
+                settings_digest=self._settings_digest(),
+                batch_tokens=self.settings.batch_tokens,
+                progress=progress,
+            )
+            try:
+                return job.run(documents, plan)
+            except BaseException:
+                store.remove_if_empty()
+                raise
+
+
+def _check_question(question: str) -> None:
+    if not question.strip():
+        raise QuestionError("the question is empty; ask something")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        raise QuestionError("the question holds half a surrogate pair; send valid Unicode") from error
