@@ -1,0 +1,107 @@
+"""Progress on a terminal: while models load, while documents are encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    from ragcache.answer import Answer
+    from ragcache.model.loading import OnStage
+    from ragcache.stream import AnswerStream
+
+LOADING_STAGES = 5
+"""Stages that opening a store reports when nothing has to be converted."""
+
+
+@contextmanager
+def loading(console: Console) -> Iterator[OnStage]:
+    """A bar that moves on with every stage of loading."""
+    _quiet_libraries()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("importing libraries", total=LOADING_STAGES)
+
+        def on_stage(words: str) -> None:
+            progress.update(task, description=words, advance=1)
+
+        yield on_stage
+
+
+class IndexingProgress:
+    """Documents done, chunks, tokens per second, time left."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("encoding"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("documents, {task.fields[chunks]} chunks, {task.fields[rate]:,.0f} tokens/s"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._chunks = 0
+        self._tokens = 0
+
+    def __enter__(self) -> IndexingProgress:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *exit_arguments: object) -> None:
+        self._progress.stop()
+
+    def start(self, documents: int) -> None:
+        """The run begins; so many documents are to be encoded."""
+        self._task = self._progress.add_task("", total=documents, chunks=0, rate=0.0)
+
+    def advance(self, documents: int, chunks: int, tokens: int) -> None:
+        """So many more documents are split, chunks and tokens encoded."""
+        self._chunks += chunks
+        self._tokens += tokens
+        elapsed = self._progress.tasks[self._task].elapsed or 0.0
+        rate = self._tokens / elapsed if elapsed else 0.0
+        self._progress.update(self._task, advance=documents, chunks=self._chunks, rate=rate)
+
+
+def _quiet_libraries() -> None:
+    """Bars of other libraries would write over ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def print_answer(console: Console, stream: AnswerStream) -> Answer:
+    """Print an answer as it comes, then its sources, counts and times."""
+    for piece in stream:
+        console.print(piece, end="", markup=False, soft_wrap=True)
+    answer = stream.answer
+    tokens, times = answer.tokens, answer.timings_ms
+    console.print()
+    for source in answer.sources:
+        console.print(f"  {source.score:.2f}  {source.chunk_id}", markup=False, style="dim")
+    for miss in answer.misses:
+        console.print(f"  recomputed {miss.chunk_id}: {miss.detail} ({miss.reason})", markup=False, style="yellow")
+    for chunk_id in answer.dropped:
+        console.print(f"  dropped {chunk_id}: no room in the context window", markup=False, style="yellow")
+    console.print(
+        f"  {tokens.restored:,} tokens restored, {tokens.prefilled:,} prefilled, {tokens.generated} generated; "
+        f"TTFT {times.ttft:.0f} ms (retrieve {times.retrieve:.0f}, read {times.read:.0f}, restore {times.restore:.0f}, "
+        f"prefill {times.prefill:.0f})",
+        style="dim",
+    )
+    return answer
