@@ -35,7 +35,9 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
         entries = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
-    return entries if isinstance(entries, dict) else {}
+    if not isinstance(entries, dict):
+        return {}
+    return {key: entry for key, entry in entries.items() if isinstance(entry, dict) and {"stamp", "sha256"} <= entry.keys()}
 
 
 def _write(path: Path, entries: dict[str, dict[str, object]]) -> None:

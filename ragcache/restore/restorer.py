@@ -132,15 +132,15 @@ class Restorer:
             return None
         try:
             format = StateFormat.from_json(placement.states.format)
-            format.row_bytes(0)
         except ValueError:
             return None
-        first, *others = format.layers
         fits = (
             format.dtype == self._model.fingerprint.dtype
             and len(format.layers) == len(self._model.decoder.layers)
-            and first.form is Form.TOKENS
-            and all(it.form is Form.HIDDEN and it.width == self._model.decoder.hidden_size for it in others)
+            and format.layers[0].form is Form.TOKENS
+            and all(it.form is Form.HIDDEN for it in format.layers[1:])
+            and all(it.width == self._model.decoder.hidden_size for it in format.layers[1:])
+            and len(placement.states.ranges) == 1 + len(format.stored_layers)
         )
         return format if fits else None
 

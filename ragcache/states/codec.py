@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
 
 class Codec(Protocol):
     """One token's states of one layer are one row; each row is encoded by itself.
@@ -82,7 +84,8 @@ class Int8Codec:
         """Multiply integers by their scales, in the dtype of `out`."""
         width = out.shape[1]
         out.copy_(rows[:, :width].view(torch.int8))
-        scales = rows[:, width:].contiguous().view(torch.bfloat16).to(out.dtype)
+        # A copy: behind an odd number of integers the scales are not aligned.
+        scales = rows[:, width:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).to(out.dtype)
         whole_groups = width // self.group
         whole = whole_groups * self.group
         out[:, :whole].view(len(out), whole_groups, self.group).mul_(scales[:, :whole_groups, None])
@@ -97,10 +100,12 @@ def codec_named(name: str, dtype: str) -> Codec:
     """The codec of that name for states of a dtype.
 
     Raises:
-        ValueError: no such codec; the states were written by a newer version.
+        ValueError: no such codec or dtype; the states were written by a newer version.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}")
     if name == "raw":
-        return RawCodec(getattr(torch, dtype))
+        return RawCodec(DTYPES[dtype])
     if name == "int8":
         return Int8Codec()
     raise ValueError(f"unknown codec {name!r}")

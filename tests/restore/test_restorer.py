@@ -1,0 +1,280 @@
+"""Chunks at their places in the prompt, and what happens when stored states are bad."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragcache import RagCache
+from ragcache.model.certify import relative_error
+from ragcache.model.kv_cache import KVCache
+from ragcache.restore.restorer import BLOCK_TOKENS, Placement, Restorer, RestoreReport
+from ragcache.states.form import hidden_format
+from ragcache.states.key import state_key
+from ragcache.states.miss import MissReason
+from ragcache.states.records import ChunkRecord
+from tests.conftest import make_document
+
+OpenTiny = Callable[..., RagCache]
+
+
+@pytest.fixture
+def cache(open_tiny: OpenTiny) -> RagCache:
+    opened = open_tiny()
+    opened.index([make_document(number) for number in range(3)])
+    return opened
+
+
+def chunks_of(cache: RagCache) -> list[ChunkRecord]:
+    return cache.store.catalog.chunks_by_vector(list(range(1, 100)))
+
+
+def place(cache: RagCache, chunks: list[ChunkRecord]) -> list[Placement]:
+    position, placements = len(cache.template.prefix), []
+    for chunk in chunks:
+        placements.append(Placement(chunk.chunk_id, chunk.token_ids, position, chunk.states))
+        position += len(chunk.token_ids)
+    return placements
+
+
+def restore(cache: RagCache, placements: list[Placement]) -> tuple[KVCache, RestoreReport]:
+    request = cache.model.new_cache(placements[-1].span.stop + 8)
+    for tensor in request.keys + request.values:
+        tensor.fill_(float("nan"))
+    request.copy_prefix(cache.engine.prefix)
+    restorer = Restorer(cache.model, cache.engine.prefix, cache.template.prefix, threads=2)
+    report = restorer.restore(placements, cache.engine.format, request)
+    return request, report
+
+
+def reference(cache: RagCache, placement: Placement) -> list[tuple[Tensor, Tensor]]:
+    """KV of a chunk encoded after the prefix by a plain transformers prefill, at the chunk's final position."""
+    prefix = cache.template.prefix
+    ids = torch.tensor([[*prefix, *placement.token_ids]])
+    positions = torch.arange(placement.start - len(prefix), placement.span.stop)[None]
+    with torch.inference_mode():
+        output = cache.model.module(input_ids=ids, position_ids=positions, use_cache=True)
+    own = slice(-len(placement.token_ids), None)
+    return [(layer.keys[0][:, own], layer.values[0][:, own]) for layer in output.cache.layers]
+
+
+def check_against_reference(cache: RagCache, placements: list[Placement], request: KVCache) -> None:
+    for placement in placements:
+        for layer, (keys, values) in enumerate(reference(cache, placement)):
+            assert relative_error(request.keys[layer][:, placement.span], keys) < 1e-4
+            assert relative_error(request.values[layer][:, placement.span], values) < 1e-4
+
+
+def test_every_chunk_sits_at_its_own_position(cache: RagCache) -> None:
+    placements = place(cache, chunks_of(cache)[:5])
+    request, report = restore(cache, placements)
+    assert not report.misses
+    assert report.restored_tokens == sum(len(p.token_ids) for p in placements)
+    assert request.length == placements[-1].span.stop
+    check_against_reference(cache, placements, request)
+
+
+def test_order_is_the_callers(cache: RagCache) -> None:
+    chunks = chunks_of(cache)[:4]
+    placements = place(cache, [chunks[3], chunks[0], chunks[2], chunks[0]])  # one of them twice
+    request, report = restore(cache, placements)
+    assert not report.misses
+    check_against_reference(cache, placements, request)
+
+
+def test_more_tokens_than_a_block(cache: RagCache) -> None:
+    chunks = chunks_of(cache)
+    enough = BLOCK_TOKENS // min(len(chunk.token_ids) for chunk in chunks) + 2
+    placements = place(cache, [chunks[i % len(chunks)] for i in range(enough)])
+    assert placements[-1].span.stop > BLOCK_TOKENS
+    request, report = restore(cache, placements)
+    assert not report.misses
+    check_against_reference(cache, [placements[0], placements[-1], placements[enough // 2]], request)
+
+
+def test_nothing_to_restore(cache: RagCache) -> None:
+    request = cache.model.new_cache(64)
+    request.copy_prefix(cache.engine.prefix)
+    report = Restorer(cache.model, cache.engine.prefix, cache.template.prefix, 1).restore(
+        [], cache.engine.format, request
+    )
+    assert request.length == len(cache.template.prefix)
+    assert not report.misses
+
+
+def damage_byte(path: Path, offset: int) -> None:
+    with path.open("rb+") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))
+
+
+Fault = Callable[[Placement], Placement]
+
+
+def damaged_layer(placement: Placement) -> Placement:
+    assert placement.states is not None
+    damage_byte(placement.states.shard, placement.states.ranges[-1].offset + 100)
+    return placement
+
+
+def damaged_token_ids(placement: Placement) -> Placement:
+    assert placement.states is not None
+    damage_byte(placement.states.shard, placement.states.ranges[0].offset)
+    return placement
+
+
+def truncated(placement: Placement) -> Placement:
+    assert placement.states is not None
+    os.truncate(placement.states.shard, placement.states.ranges[-1].offset + 10)
+    return placement
+
+
+def vanished(placement: Placement) -> Placement:
+    assert placement.states is not None
+    placement.states.shard.unlink()
+    return placement
+
+
+def unreadable(placement: Placement) -> Placement:
+    assert placement.states is not None
+    placement.states.shard.unlink()
+    placement.states.shard.mkdir()
+    return placement
+
+
+def never_stored(placement: Placement) -> Placement:
+    return replace(placement, states=None)
+
+
+def of_another_model(placement: Placement) -> Placement:
+    assert placement.states is not None
+    key = state_key("another model", (1,), (), placement.token_ids)
+    return replace(placement, states=replace(placement.states, key=key))
+
+
+def of_other_tokens(placement: Placement) -> Placement:
+    """The catalog points to the states of another chunk of the same length."""
+    assert placement.states is not None
+    ids = (placement.token_ids[0] + 1, *placement.token_ids[1:])
+    return replace(placement, token_ids=ids)
+
+
+def in_an_unknown_codec(placement: Placement) -> Placement:
+    assert placement.states is not None
+    return replace(placement, states=replace(placement.states, format='{"dtype": "float32", "layers": []}'))
+
+
+def of_another_shape(placement: Placement) -> Placement:
+    assert placement.states is not None
+    format = hidden_format(3, 50, "raw", "float32").to_json()
+    return replace(placement, states=replace(placement.states, format=format))
+
+
+def with_wrong_length(placement: Placement) -> Placement:
+    assert placement.states is not None
+    *others, last = placement.states.ranges
+    ranges = (*others, replace(last, length=last.length - 1))
+    return replace(placement, states=replace(placement.states, ranges=ranges))
+
+
+def with_a_layer_missing(placement: Placement) -> Placement:
+    assert placement.states is not None
+    return replace(placement, states=replace(placement.states, ranges=placement.states.ranges[:-1]))
+
+
+FAULTS: dict[Fault, MissReason] = {
+    damaged_layer: MissReason.CHECKSUM,
+    damaged_token_ids: MissReason.CHECKSUM,
+    truncated: MissReason.TRUNCATED,
+    vanished: MissReason.MISSING,
+    unreadable: MissReason.IO,
+    never_stored: MissReason.NOT_STORED,
+    of_another_model: MissReason.STALE_KEY,
+    of_other_tokens: MissReason.STALE_KEY,
+    in_an_unknown_codec: MissReason.CODEC,
+    of_another_shape: MissReason.CODEC,
+    with_wrong_length: MissReason.CODEC,
+    with_a_layer_missing: MissReason.CODEC,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_fault_is_a_miss_of_that_chunk_and_changes_no_answer(
+    open_tiny: OpenTiny, fault: Fault, codec: str
+) -> None:
+    """Each document in a shard of its own, so that a fault of a file concerns one chunk."""
+    cache = open_tiny(codec=codec, shard_megabytes=1, chunk_tokens=200)
+    for number in range(3):
+        cache.index([make_document(number, sentences=3)])
+    chunks = chunks_of(cache)
+    assert len({chunk.states.shard for chunk in chunks if chunk.states}) == 3
+
+    sound = place(cache, chunks)
+    expected, report = restore(cache, sound)
+    assert not report.misses
+
+    placements = [sound[0], fault(sound[1]), sound[2]]
+    if fault is of_other_tokens:
+        placements[1] = replace(placements[1], states=sound[1].states)
+    request, report = restore(cache, placements)
+    assert [(miss.chunk_id, miss.reason) for miss in report.misses] == [(chunks[1].chunk_id, FAULTS[fault])]
+    assert report.misses[0].detail
+    assert report.recomputed_tokens == len(placements[1].token_ids)
+    assert report.restored_tokens == sum(len(p.token_ids) for p in (placements[0], placements[2]))
+    spans = [p.span for p in placements]
+    if fault is of_other_tokens:
+        check_against_reference(cache, placements, request) if codec == "raw" else None
+        spans.pop(1)
+    for span in spans:
+        for layer in range(len(request.keys)):
+            torch.testing.assert_close(request.keys[layer][:, span], expected.keys[layer][:, span])
+            torch.testing.assert_close(request.values[layer][:, span], expected.values[layer][:, span])
+    if codec == "raw":
+        check_against_reference(cache, placements, request)
+
+
+def test_states_of_other_tokens_under_the_right_key_are_found_out(cache: RagCache) -> None:
+    """A catalog that points to the wrong place in a shard: the ids stored there give it away."""
+    chunks = chunks_of(cache)
+    first = chunks[0]
+    other = next(c for c in chunks[1:] if len(c.token_ids) == len(first.token_ids))
+    assert first.states is not None
+    assert other.states is not None
+    states = replace(first.states, ranges=other.states.ranges, shard=other.states.shard)
+    _, report = restore(cache, [replace(place(cache, [first])[0], states=states)])
+    assert [miss.reason for miss in report.misses] == [MissReason.TOKEN_IDS]
+
+
+def test_all_chunks_bad(cache: RagCache) -> None:
+    placements = [replace(p, states=None) for p in place(cache, chunks_of(cache)[:3])]
+    request, report = restore(cache, placements)
+    assert len(report.misses) == 3
+    assert report.restored_tokens == 0
+    check_against_reference(cache, placements, request)
+
+
+def test_chunks_of_two_codecs_in_one_prompt(open_tiny: OpenTiny) -> None:
+    raw = open_tiny()
+    raw.index([make_document(0)], source="one")
+    int8 = open_tiny(codec="int8")
+    int8.index([make_document(1)], source="two")
+    chunks = chunks_of(int8)
+    assert {c.document_id for c in chunks} == {"doc-0", "doc-1"}
+    by_document: Any = {c.document_id: c for c in chunks}
+    placements = place(int8, [by_document["doc-1"], by_document["doc-0"], by_document["doc-1"]])
+    request, report = restore(int8, placements)
+    assert not report.misses
+    for placement, tolerance in zip(placements, (2e-2, 1e-4, 2e-2), strict=True):
+        for layer, (keys, values) in enumerate(reference(int8, placement)):
+            assert relative_error(request.keys[layer][:, placement.span], keys) < tolerance
+            assert relative_error(request.values[layer][:, placement.span], values) < tolerance
