@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.answer import Answer
-from ragcache.errors import DocumentNotFoundError, QuestionError, StoreNotFoundError
+from ragcache.errors import DocumentNotFoundError, QuestionError, StoreError, StoreNotFoundError
 from ragcache.generate.engine import Engine
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.indexer.encoder import StateEncoder
@@ -167,11 +167,14 @@ class RagCache:
         Raises:
             SettingsError: an option cannot be used.
             QuestionError: the question is empty, or too long for the context window.
+            StoreError: the store holds no passages, or its vector index is missing.
         """
         clock = time.perf_counter()
         chosen = query_options(self.settings, **options)
         _check_question(question)
         chunks = [context_chunk(hit) for hit in self.retrieve(question, chosen.top_k)]
+        if not chunks:
+            raise StoreError(f"{self.path} holds no passages to answer from; index documents into it first")
         return self._answer(question, chunks, chosen, clock, milliseconds_since(clock))
 
     def stream_from(self, question: str, chunks: Sequence[ContextChunk], **options: Any) -> AnswerStream:

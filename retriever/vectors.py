@@ -59,7 +59,8 @@ class VectorIndex:
             sync_folder(folder)
         except (RuntimeError, OSError) as error:
             temporary.unlink(missing_ok=True)
-            raise StoreError(f"cannot write to {folder}; what was committed before is intact") from error
+            reason = getattr(error, "strerror", None) or error
+            raise StoreError(f"cannot write to {folder}: {reason}; what was committed before is intact") from error
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
@@ -74,6 +75,8 @@ class VectorIndex:
 
     def search(self, question: Vectors, count: int) -> list[tuple[int, float]]:
         """Ids and cosine similarities of the nearest vectors, best first."""
+        if len(self) == 0:
+            return []
         scores, ids = self._index.search(question, min(count, len(self)))
         return [(int(i), float(score)) for i, score in zip(ids[0], scores[0], strict=True) if i >= 0]
 

@@ -12,6 +12,7 @@ the characters, not the token.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
@@ -42,12 +43,16 @@ class PromptTemplate:
             UnsupportedModelError: the template changes or drops the user's message.
         """
         self._tokenizer = tokenizer
+        # Whether special tokens are looked for is a state of a tokenizer, which every call sets: two threads sharing
+        # one would now and then take the template's special tokens for text. So texts have a tokenizer of their own.
+        self._text_tokenizer = copy.deepcopy(tokenizer)
         rendered = _render(tokenizer, system_prompt)
         before, mark, rest = rendered.partition(CHUNKS_MARK)
-        self._before_question, question_mark, self._after_question = rest.partition(QUESTION_MARK)
-        if not mark or not question_mark or QUESTION_MARK in self._after_question:
+        self._before_question, question_mark, after_question = rest.partition(QUESTION_MARK)
+        if not mark or not question_mark or QUESTION_MARK in after_question:
             raise UnsupportedModelError("the model's chat template does not keep the user's message in one piece")
         self.prefix = (*_leading_bos(tokenizer), *self._with_special_tokens(before))
+        self._after_question = self._with_special_tokens(after_question)
 
     def chunk(self, title: str, text: str) -> tuple[int, ...]:
         """Ids of a passage: its title, never its place, so they do not depend on where it stands."""
@@ -55,7 +60,7 @@ class PromptTemplate:
 
     def question(self, question: str) -> tuple[int, ...]:
         """Ids from the question to where the answer starts."""
-        return self._plain(self._before_question + question) + self._with_special_tokens(self._after_question)
+        return self._plain(self._before_question + question) + self._after_question
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text by itself, for splitters that count."""
@@ -76,7 +81,7 @@ class PromptTemplate:
         return (*_leading_bos(self._tokenizer), *self._with_special_tokens(text))
 
     def _plain(self, text: str) -> tuple[int, ...]:
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        ids = self._text_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         return tuple(ids)
 
     def _with_special_tokens(self, text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -193,6 +194,18 @@ class TestSmolLM2:
         ids = template.formatted(text)
         assert smollm.tokenizer.decode(ids) == text
         assert ids[0] == smollm.tokenizer.bos_token_id != ids[1]
+
+    def test_threads_do_not_disturb_each_other(self, template: PromptTemplate) -> None:
+        """Whether special tokens are looked for is a state of a tokenizer that every call sets."""
+        question, hostile = "Why? " * 20, HOSTILE * 20
+        expected = (template.question(question), template.chunk("A", hostile), template.formatted(hostile))
+        assert len({len(ids) for ids in expected}) == 3
+
+        def encode(number: int) -> bool:
+            return expected == (template.question(question), template.chunk("A", hostile), template.formatted(hostile))
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(encode, range(400)))
 
     def test_templates_do_not_share_state(self, smollm: LanguageModel) -> None:
         tokenizer = copy.copy(smollm.tokenizer)

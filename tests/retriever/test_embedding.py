@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragcache.errors import ModelNotFoundError, UnsupportedModelError
+from ragcache.retriever.embedding import Embedder
+
+
+def test_related_texts_are_near(embedder: Embedder) -> None:
+    texts = embedder.texts(["Cats sleep all day.", "The bank raised interest rates.", "A kitten naps on the sofa."])
+    assert texts.shape == (3, embedder.dimension)
+    np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1, atol=1e-5)
+    question = embedder.question("What do cats do?")
+    scores = (texts @ question.T)[:, 0]
+    assert scores[1] < scores[2] < scores[0]
+
+
+def test_the_digest_is_of_the_weights(embedder: Embedder, cache_folder: Path) -> None:
+    assert len(embedder.digest) == 64
+    assert Embedder("all-minilm-l6-v2", "cpu", cache_folder).digest == embedder.digest
+
+
+def test_no_such_model(cache_folder: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        Embedder("nobody/no-such-embedder", "cpu", cache_folder)
+
+
+def test_a_gguf_file_cannot_embed(cache_folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="cannot embed"):
+        Embedder("smollm2-135m", "cpu", cache_folder)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.errors import StoreError
+from ragcache.retriever.vectors import VectorIndex, remove_other_generations
+
+
+def unit_vectors(count: int, seed: int = 0) -> np.ndarray:
+    vectors = np.random.default_rng(seed).normal(size=(count, 16)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_history_of_adds_and_removes_finds_what_is_there(data: st.DataObject) -> None:
+    vectors, index, present = unit_vectors(40), VectorIndex.empty(16), set[int]()
+    next_id = 1
+    for _ in range(data.draw(st.integers(1, 8))):
+        if present and data.draw(st.booleans()):
+            gone = data.draw(st.sets(st.sampled_from(sorted(present)), min_size=1))
+            index.remove(sorted(gone))
+            present -= gone
+        else:
+            count = data.draw(st.integers(1, 4))
+            ids = list(range(next_id, next_id + count))
+            index.add(ids, vectors[ids])
+            present |= set(ids)
+            next_id += count
+    assert len(index) == len(present)
+    for vector_id in present:
+        (best, score), *_ = index.search(vectors[[vector_id]], 3)
+        assert best == vector_id
+        assert score == pytest.approx(1.0, abs=1e-5)
+    found = {i for i, _ in index.search(vectors[[0]], 100)}
+    assert found == present
+
+
+def test_scores_are_cosines_best_first() -> None:
+    vectors, index = unit_vectors(20), VectorIndex.empty(16)
+    index.add(list(range(20)), vectors)
+    hits = index.search(vectors[[3]], 20)
+    expected = sorted(((i, float(vectors[3] @ vectors[i])) for i in range(20)), key=lambda hit: -hit[1])
+    assert [i for i, _ in hits] == [i for i, _ in expected]
+    np.testing.assert_allclose([s for _, s in hits], [s for _, s in expected], atol=1e-5)
+
+
+def test_generations(tmp_path: Path) -> None:
+    vectors, index = unit_vectors(5), VectorIndex.empty(16)
+    index.add([1, 2], vectors[:2])
+    index.save(tmp_path, 1)
+    index.add([7], vectors[2:3])
+    index.save(tmp_path, 2)
+    assert len(VectorIndex.load(tmp_path, 1)) == 2
+    assert VectorIndex.load(tmp_path, 2).search(vectors[[2]], 1)[0][0] == 7
+    (tmp_path / ".writing-x.faiss").touch()
+    remove_other_generations(tmp_path, 2)
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(FileNotFoundError):
+        VectorIndex.load(tmp_path, 1)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    VectorIndex.empty(16).save(tmp_path, 1)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(b"not an index")
+    with pytest.raises(StoreError, match="damaged"):
+        VectorIndex.load(tmp_path, 1)
+
+
+def test_an_empty_index_finds_nothing() -> None:
+    assert VectorIndex.empty(16).search(unit_vectors(1), 5) == []

@@ -1,0 +1,251 @@
+"""RagCache from Python: what a user sees of queries, streams, limits and faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ragcache import Document, RagCache
+from ragcache.errors import (
+    DocumentNotFoundError,
+    QuestionError,
+    SettingsError,
+    StoreError,
+    StoreMismatchError,
+    StoreNotFoundError,
+)
+from ragcache.model.language_model import LanguageModel
+from ragcache.retriever.embedding import Embedder
+from ragcache.settings import load_settings
+from tests.conftest import make_document
+
+OpenTiny = Callable[..., RagCache]
+
+
+@pytest.fixture
+def cache(open_tiny: OpenTiny) -> RagCache:
+    opened = open_tiny()
+    opened.index([make_document(number) for number in range(3)])
+    return opened
+
+
+def test_an_answer_says_where_it_came_from(cache: RagCache) -> None:
+    answer = cache.query("Which ships passed?", top_k=3)
+    assert [s.chunk_id for s in answer.sources] == [
+        hit.chunk.chunk_id for hit in cache.retrieve("Which ships passed?", 3)
+    ]
+    assert answer.sources[0].score >= answer.sources[-1].score
+    assert answer.sources[0].text
+    chunks = cache.store.catalog.chunks_by_id([s.chunk_id for s in answer.sources])
+    assert answer.tokens.model_dump() == {
+        "prefix": len(cache.template.prefix),
+        "restored": sum(len(c.token_ids) for c in chunks),
+        "repaired": 0,
+        "prefilled": len(cache.template.question("Which ships passed?")),
+        "generated": answer.tokens.generated,
+    }
+    assert 1 <= answer.tokens.generated <= 8
+    times = answer.timings_ms
+    assert 0 < times.ttft <= times.total
+    assert times.retrieve + times.read + times.restore + times.prefill <= times.ttft
+
+
+def test_the_json_object(cache: RagCache) -> None:
+    dumped = cache.query("ships", top_k=1).model_dump(mode="json")
+    assert set(dumped) == {
+        "answer", "sources", "tokens", "timings_ms", "misses", "dropped", "reuse", "finish_reason"
+    }  # fmt: skip
+    assert set(dumped["sources"][0]) == {"chunk_id", "document_id", "title", "score"}
+    assert set(dumped["timings_ms"]) == {"retrieve", "read", "restore", "repair", "prefill", "ttft", "total"}
+
+
+def test_a_stream_gives_the_same_answer(cache: RagCache) -> None:
+    whole = cache.query("Which ships passed?")
+    stream = cache.stream("Which ships passed?")
+    assert stream.sources == whole.sources
+    assert "".join(stream) == whole.answer == stream.answer.answer
+
+
+def test_a_closed_stream_stops(cache: RagCache) -> None:
+    stream = cache.stream("Which ships passed?", max_tokens=500)
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        _ = stream.answer
+    # Its KV cache is free again.
+    assert cache.query("Which ships passed?").answer
+
+
+@pytest.mark.parametrize("reuse", ["composed", "exact", "none"])
+def test_every_way_of_reuse_answers(cache: RagCache, reuse: str) -> None:
+    answer = cache.query("ships", reuse=reuse, top_k=1)
+    assert answer.reuse == reuse
+    assert answer.answer == cache.query("ships", reuse="none", top_k=1).answer
+
+
+def test_exact_with_quantised_states_says_that_it_cannot(open_tiny: OpenTiny) -> None:
+    cache = open_tiny(codec="int8")
+    cache.index([make_document(1)])
+    answer = cache.query("ships", reuse="exact", top_k=2)
+    assert [(m.chunk_id, m.reason) for m in answer.misses] == [(answer.sources[0].chunk_id, "inexact")]
+    assert answer.tokens.restored == 0
+    assert answer.answer == cache.query("ships", reuse="none", top_k=2).answer
+
+
+def test_damage_is_reported_and_changes_no_answer(cache: RagCache) -> None:
+    before = cache.query("Which ships passed?", top_k=4)
+    shards = list(cache.store.shard_folder.iterdir())
+    for shard in shards:
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    after = cache.query("Which ships passed?", top_k=4)
+    if after.misses:
+        assert {m.reason for m in after.misses} == {"checksum"}
+    for shard in shards:
+        shard.unlink()
+    gone = cache.query("Which ships passed?", top_k=4)
+    assert {m.reason for m in gone.misses} == {"missing"}
+    assert len(gone.misses) == 4
+    assert gone.tokens.restored == 0
+    assert before.answer == after.answer == gone.answer
+
+
+def test_what_does_not_fit_is_dropped_and_named(cache: RagCache) -> None:
+    window = cache.model.context_window
+    many = [make_document(number, sentences=30) for number in range(100, 140)]
+    cache.index(many)
+    answer = cache.query("Which ships passed?", top_k=200)
+    tokens = answer.tokens
+    assert answer.dropped
+    assert tokens.prefix + tokens.restored + tokens.prefilled + tokens.generated <= window
+    everything = [hit.chunk.chunk_id for hit in cache.retrieve("Which ships passed?", 200)]
+    assert [s.chunk_id for s in answer.sources] + answer.dropped == everything
+
+
+def test_a_question_that_does_not_fit(cache: RagCache) -> None:
+    with pytest.raises(QuestionError, match=r"takes \d+ tokens.*context window is 4096"):
+        cache.query("why " * 5000)
+
+
+@pytest.mark.parametrize("question", ["", "  \n", "half \ud800 a pair"])
+def test_questions_without_sense(cache: RagCache, question: str) -> None:
+    with pytest.raises(QuestionError):
+        cache.query(question)
+    with pytest.raises(QuestionError):
+        cache.stream_from(question, [])
+
+
+def test_odd_questions_are_answered(cache: RagCache) -> None:
+    for question in ("?", "<|im_end|>", "漢字" * 50, "\x00", "a" * 3000):
+        assert cache.query(question, max_tokens=2).finish_reason
+
+
+def test_bad_options(cache: RagCache) -> None:
+    for options in ({"top_k": 0}, {"reuse": "some"}, {"temperature": -1}, {"nonsense": 1}, {"seed": -1}):
+        with pytest.raises(SettingsError):
+            cache.query("ships", **options)
+
+
+def test_sampling_options_reach_the_sampler(cache: RagCache) -> None:
+    options = {"temperature": 5.0, "max_tokens": 12}
+    assert cache.query("ships", seed=1, **options).answer == cache.query("ships", seed=1, **options).answer
+    assert cache.query("ships", seed=1, **options).answer != cache.query("ships", seed=2, **options).answer
+
+
+def test_delete(cache: RagCache) -> None:
+    with pytest.raises(DocumentNotFoundError, match="'doc-9'"):
+        cache.delete(["doc-1", "doc-9"])
+    assert len(cache.store.catalog.signatures()) == 3
+    cache.delete(["doc-0", "doc-1"])
+    assert {hit.chunk.document_id for hit in cache.retrieve("ships", 50)} == {"doc-2"}
+    cache.delete(["doc-2"])
+    assert cache.retrieve("ships", 50) == []
+    with pytest.raises(StoreError, match="no passages"):
+        cache.query("ships")
+
+
+def test_before_anything_is_indexed(open_tiny: OpenTiny) -> None:
+    cache = open_tiny()
+    for call in (lambda: cache.query("ships"), lambda: cache.delete(["x"]), lambda: cache.store):
+        with pytest.raises(StoreNotFoundError):
+            call()
+    assert not cache.path.exists()
+
+
+def test_a_store_opened_again_is_the_same(cache: RagCache, open_tiny: OpenTiny) -> None:
+    assert open_tiny().query("Which ships passed?").answer == cache.query("Which ships passed?").answer
+
+
+def test_a_store_of_another_model_is_refused(
+    cache: RagCache, tiny_model: Callable[[str], LanguageModel], embedder: Embedder
+) -> None:
+    other = tiny_model("llama-biases")
+    settings = load_settings(cache.path, model=other.name)
+    with pytest.raises(StoreMismatchError, match="weights"):
+        RagCache(cache.path, settings, other, embedder)
+
+
+def test_a_store_of_another_system_prompt_is_refused(cache: RagCache, open_tiny: OpenTiny) -> None:
+    with pytest.raises(StoreMismatchError, match="system prompt"):
+        open_tiny(system_prompt="Rhyme.")
+
+
+def test_queries_from_many_threads_while_another_indexes(cache: RagCache, open_tiny: OpenTiny) -> None:
+    texts = [hit.chunk.text for hit in cache.retrieve("harbour", 6)]
+    expected = {text: cache.query(text, top_k=1).answer for text in texts[::2]}
+    failures: list[BaseException] = []
+
+    def ask(question: str) -> None:
+        try:
+            for _ in range(6):
+                answer = cache.query(question, top_k=1)
+                assert answer.answer == expected[question]
+                assert not answer.misses
+        except BaseException as error:  # noqa: BLE001  # reported below, in the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask, args=(q,)) for q in expected for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    writer = open_tiny()
+    for number in range(50, 56):
+        writer.index([Document(f"other-{number}", f"Something about subject {number} alone.", "Other")])
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_generate_is_a_plain_completion(cache: RagCache) -> None:
+    ids = cache.template.formatted(cache.template.render([{"role": "user", "content": "Hello"}]))
+    answer = cache.generate(ids, max_tokens=4).answer
+    assert answer.tokens.prefilled == len(ids)
+    assert answer.sources == []
+    with pytest.raises(QuestionError):
+        cache.generate(ids * 1000)
+
+
+def test_passages_from_elsewhere_are_prefilled(cache: RagCache) -> None:
+    stored = cache.retrieve("ships", 1)[0].chunk
+    known = cache.find_chunk(stored.chunk_id, "ignored", f" {stored.text}\n", 0.5)
+    assert known.states == stored.states
+    changed = cache.find_chunk(stored.chunk_id, "T", "Another text under the same id.", 0.5)
+    assert changed.states is None
+    answer = cache.stream_from("ships", [known, changed]).answer
+    assert [(m.chunk_id, m.reason) for m in answer.misses] == [(stored.chunk_id, "not_stored")]
+    assert answer.tokens.restored == len(stored.token_ids)
+
+
+def test_open_loads_by_settings(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    stages: list[str] = []
+    arguments = {"model": str(tiny_folder("qwen2")), "dtype": "float32", "chunk_tokens": 64, "max_tokens": 4}
+    cache = RagCache.open(tmp_path / "s", on_stage=stages.append, **arguments)
+    cache.index([make_document(1)])
+    assert any("certifying" in stage for stage in stages)
+    again = RagCache.open(tmp_path / "s", max_tokens=4)
+    assert again.settings.model == str(tiny_folder("qwen2"))
+    assert again.query("ships").answer == cache.query("ships").answer

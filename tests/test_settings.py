@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragcache.errors import SettingsError
+from ragcache.settings import load_settings, query_options, to_toml
+
+
+def write(path: Path, **values: object) -> None:
+    (path / "store.toml").write_text(to_toml(load_settings(**values)))
+
+
+def test_argument_then_environment_then_store_then_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(tmp_path).chunk_tokens == 512
+    write(tmp_path, chunk_tokens=100)
+    assert load_settings(tmp_path).chunk_tokens == 100
+    monkeypatch.setenv("RAGCACHE_CHUNK_TOKENS", "200")
+    assert load_settings(tmp_path).chunk_tokens == 200
+    assert load_settings(tmp_path, chunk_tokens=300).chunk_tokens == 300
+    assert load_settings(tmp_path, chunk_tokens=None).chunk_tokens == 200
+
+
+def test_a_store_keeps_what_its_content_depends_on(tmp_path: Path) -> None:
+    write(tmp_path, model="m", codec="raw", system_prompt='Say "yes"\nor ☃.', top_k=9)
+    settings = load_settings(tmp_path)
+    assert (settings.model, settings.codec, settings.system_prompt) == ("m", "raw", 'Say "yes"\nor ☃.')
+    assert settings.top_k == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("codec", "int5"), ("chunk_tokens", 0), ("top_k", 0), ("temperature", -1), ("reuse", "some"), ("top_p", 0), ("dtype", "int8")],
+)
+def test_bad_values_are_named(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=f"setting '{name}' cannot be") as caught:
+        load_settings(**{name: value})
+    assert "\n" not in str(caught.value)
+    monkeypatch.setenv(f"RAGCACHE_{name.upper()}", str(value))
+    with pytest.raises(SettingsError, match=name):
+        load_settings()
+
+
+def test_unknown_settings() -> None:
+    with pytest.raises(SettingsError, match="unknown setting 'chunk_size'"):
+        load_settings(chunk_size=3)
+    with pytest.raises(SettingsError, match="unknown query option 'topk'"):
+        query_options(load_settings(), topk=3)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "store.toml").write_text("model = \n")
+    with pytest.raises(SettingsError, match=r"store\.toml"):
+        load_settings(tmp_path)
+
+
+def test_query_options() -> None:
+    settings = load_settings(top_k=7, temperature=0.5)
+    options = query_options(settings, top_k=None, max_tokens=3, stop=["x"])
+    assert (options.top_k, options.temperature, options.max_tokens, options.stop) == (7, 0.5, 3, ("x",))
+    with pytest.raises(SettingsError, match="max_tokens"):
+        query_options(settings, max_tokens=0)
