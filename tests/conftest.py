@@ -29,7 +29,7 @@ from ragcache.model.loading import load_language_model
 from ragcache.retriever.embedding import Embedder
 from ragcache.settings import Settings, load_settings
 
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 96,
     "intermediate_size": 128,
@@ -126,9 +126,7 @@ def tiny_model(tiny_folder: Callable[[str], Path], cache_folder: Path) -> Callab
 
     @cache
     def load(family: str) -> LanguageModel:
-        return load_language_model(
-            str(tiny_folder(family)), dtype="float32", device="cpu", cache_folder=cache_folder
-        )
+        return load_language_model(str(tiny_folder(family)), dtype="float32", device="cpu", cache_folder=cache_folder)
 
     return load
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 import torch
-from pydoc_data.topics import topics
 
 from ragcache import Document, RagCache
 from ragcache.generate.decode import decode
@@ -42,24 +42,22 @@ ANSWER_TOKENS = 20
 
 
 @pytest.fixture(scope="module")
-def cache(
-    smollm: LanguageModel, embedder: Embedder, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RagCache]:
+def cache(smollm: LanguageModel, embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> RagCache:
     path = tmp_path_factory.mktemp("real") / "store"
     settings = load_settings(path, model="smollm2-135m", dtype="float32", codec="raw")
     cache = RagCache(path, settings, smollm, embedder)
     cache.index([Document(name, topics[name], name) for name in QUESTIONS])
-    yield cache
+    return cache
 
 
 def reference_answer(cache: RagCache, token_ids: list[int]) -> list[int]:
     """transformers' own greedy generation after a full prefill."""
     prompt = torch.tensor([token_ids])
+    generate: Any = cache.model.module.generate
     with torch.inference_mode():
-        output = cache.model.module.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS, do_sample=False
-        )
-    return output[0, len(token_ids) :].tolist()
+        output = generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    answer: list[int] = output[0, len(token_ids) :].tolist()
+    return answer
 
 
 @pytest.mark.parametrize("topic", QUESTIONS)

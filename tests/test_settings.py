@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from ragcache.errors import SettingsError
 from ragcache.settings import load_settings, query_options, to_toml
 
 
-def write(path: Path, **values: object) -> None:
+def write(path: Path, **values: Any) -> None:
     (path / "store.toml").write_text(to_toml(load_settings(**values)))
 
 
@@ -31,11 +32,19 @@ def test_a_store_keeps_what_its_content_depends_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("codec", "int5"), ("chunk_tokens", 0), ("top_k", 0), ("temperature", -1), ("reuse", "some"), ("top_p", 0), ("dtype", "int8")],
+    [
+        ("codec", "int5"),
+        ("chunk_tokens", 0),
+        ("top_k", 0),
+        ("temperature", -1),
+        ("reuse", "some"),
+        ("top_p", 0),
+        ("dtype", "int8"),
+    ],
 )
 def test_bad_values_are_named(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=f"setting '{name}' cannot be") as caught:
-        load_settings(**{name: value})
+        load_settings(None, **{name: value})
     assert "\n" not in str(caught.value)
     monkeypatch.setenv(f"RAGCACHE_{name.upper()}", str(value))
     with pytest.raises(SettingsError, match=name):

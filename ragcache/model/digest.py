@@ -37,7 +37,9 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
         return {}
     if not isinstance(entries, dict):
         return {}
-    return {key: entry for key, entry in entries.items() if isinstance(entry, dict) and {"stamp", "sha256"} <= entry.keys()}
+    return {
+        key: entry for key, entry in entries.items() if isinstance(entry, dict) and {"stamp", "sha256"} <= entry.keys()
+    }
 
 
 def _write(path: Path, entries: dict[str, dict[str, object]]) -> None:

@@ -81,7 +81,9 @@ class PromptTemplate:
         return (*_leading_bos(self._tokenizer), *self._with_special_tokens(text))
 
     def _plain(self, text: str) -> tuple[int, ...]:
-        ids = self._text_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        ids = self._text_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+            "input_ids"
+        ]
         return tuple(ids)
 
     def _with_special_tokens(self, text: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -37,8 +37,9 @@ def prompt(smollm: LanguageModel) -> torch.Tensor:
 
 
 def test_greedy_equals_transformers_generate(smollm: LanguageModel, prompt: torch.Tensor) -> None:
+    generate: Any = smollm.module.generate
     with torch.inference_mode():
-        expected = smollm.module.generate(
+        expected = generate(
             prompt[None], attention_mask=torch.ones(1, len(prompt)), max_new_tokens=60, do_sample=False
         )[0, len(prompt) :].tolist()
     steps = run(smollm, prompt, max_tokens=60)

@@ -112,7 +112,12 @@ def test_equal_documents_are_encoded_once(open_tiny: OpenTiny) -> None:
 def test_delete_then_add_never_mixes_up_chunks(open_tiny: OpenTiny) -> None:
     """Where ids come from the number of vectors, d's vector would lead to c's text."""
     cache = open_tiny()
-    texts = {"a": "Apples grow on trees.", "b": "Bees make honey.", "c": "Cats sleep all day.", "d": "Dogs like to run."}
+    texts = {
+        "a": "Apples grow on trees.",
+        "b": "Bees make honey.",
+        "c": "Cats sleep all day.",
+        "d": "Dogs like to run.",
+    }
     cache.index([Document(name, texts[name]) for name in "abc"])
     cache.delete(["a"])
     cache.index([Document("d", texts["d"])])
@@ -256,9 +261,7 @@ cache.index([make_document(number) for number in range(100, 400)])
 
 
 @pytest.mark.parametrize("batches", [1, 40, 120])
-def test_kill_9(
-    open_tiny: OpenTiny, tiny_folder: Callable[[str], Path], tmp_path: Path, batches: int
-) -> None:
+def test_kill_9(open_tiny: OpenTiny, tiny_folder: Callable[[str], Path], tmp_path: Path, batches: int) -> None:
     """Killed before the first commit, or between commits: the store is whole and the next run finishes the work."""
     cache = open_tiny(codec="int8", shard_megabytes=1)
     cache.index(documents(1))

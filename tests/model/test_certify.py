@@ -18,9 +18,7 @@ from tests.conftest import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_supported_families_pass_with_room_to_spare(
-    tiny_model: Callable[[str], LanguageModel], family: str
-) -> None:
+def test_supported_families_pass_with_room_to_spare(tiny_model: Callable[[str], LanguageModel], family: str) -> None:
     certificate = certify(tiny_model(family))
     assert max(certificate.in_place, certificate.shifted) < 2e-5
 
@@ -58,9 +56,7 @@ def test_a_swapped_projection_is_found(tiny_model: Callable[[str], LanguageModel
     model = tiny_model("llama")
     layer = model.decoder.layers[0]
     with pytest.raises(CertificationError, match="layer 0"):
-        certify(
-            with_layer(model, 0, key_projection=layer.value_projection, value_projection=layer.key_projection)
-        )
+        certify(with_layer(model, 0, key_projection=layer.value_projection, value_projection=layer.key_projection))
 
 
 def test_interleaved_rotation_is_found(
@@ -93,9 +89,7 @@ def test_left_out_attention_scaling_is_found(tiny_model: Callable[[str], Languag
         certify(replace(model, decoder=replace(model.decoder, rotary=rotary)))
 
 
-def test_nan_is_no_agreement(
-    tiny_model: Callable[[str], LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_is_no_agreement(tiny_model: Callable[[str], LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(self: AttentionLayer, hidden: Tensor, tables: Any, keys: Tensor, values: Tensor) -> None:
         keys.fill_(float("nan"))
         values.fill_(float("nan"))

@@ -17,7 +17,8 @@ from tests.conftest import FAMILIES
 
 def plain_logits(model: LanguageModel, token_ids: Tensor) -> Tensor:
     with torch.inference_mode():
-        return model.module(input_ids=token_ids[None], logits_to_keep=1).logits[0, -1].float()
+        logits: Tensor = model.module(input_ids=token_ids[None], logits_to_keep=1).logits[0, -1].float()
+    return logits
 
 
 def random_ids(length: int, seed: int = 0) -> Tensor:
@@ -66,9 +67,7 @@ def test_what_lies_beyond_the_length_does_not_matter(tiny_model: Callable[[str],
         tensor.fill_(float("nan"))
     for cache in (clean, dirty):
         forward(model, [Segment(ids[:30], cache)])
-    torch.testing.assert_close(
-        forward(model, [Segment(ids[30:], dirty)]), forward(model, [Segment(ids[30:], clean)])
-    )
+    torch.testing.assert_close(forward(model, [Segment(ids[30:], dirty)]), forward(model, [Segment(ids[30:], clean)]))
 
 
 def test_attention_that_is_not_understood_is_refused(tiny_model: Callable[[str], LanguageModel]) -> None:

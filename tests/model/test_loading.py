@@ -121,9 +121,7 @@ def test_encoder_decoder_is_refused(tmp_path: Path, cache_folder: Path) -> None:
 def test_unknown_device(tiny_folder: Folder, cache_folder: Path) -> None:
     for device in ("nonsense", "cuda" if not torch.cuda.is_available() else "nonsense"):
         with pytest.raises(ModelError, match="device"):
-            load_language_model(
-                str(tiny_folder("llama")), dtype="float32", device=device, cache_folder=cache_folder
-            )
+            load_language_model(str(tiny_folder("llama")), dtype="float32", device=device, cache_folder=cache_folder)
 
 
 def test_eos_ids_are_all_of_the_generation_config(folder: Path, cache_folder: Path) -> None:
@@ -158,9 +156,7 @@ class TestFingerprint:
             ("_name_or_path", "elsewhere", []),
         ],
     )
-    def test_configuration(
-        self, folder: Path, tmp_path: Path, key: str, value: object, differences: list[str]
-    ) -> None:
+    def test_configuration(self, folder: Path, tmp_path: Path, key: str, value: object, differences: list[str]) -> None:
         before = self.fingerprint(folder, tmp_path)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, key: value}))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ragcache.model.capture import capture_states, prefill
 from ragcache.model.certify import relative_error
+from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
 from tests.conftest import FAMILIES
 
@@ -26,13 +27,16 @@ def reference_kv(model: LanguageModel, token_ids: list[int], offset: int) -> lis
     return [(layer.keys[0], layer.values[0]) for layer in output.cache.layers]
 
 
-def restored_kv(
-    model: LanguageModel, prefix: list[int], chunk: list[int], start: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The chunk captured after the prefix, restored at position `start`."""
+def captured(model: LanguageModel, prefix: KVCache, chunks: list[list[int]]) -> list[Tensor]:
+    """Hidden states of each layer."""
     hidden: list[Tensor] = []
-    prefix_cache = prefill(model, prefix) if prefix else model.new_cache(0)
-    capture_states(model, prefix_cache, [chunk], lambda _, states: hidden.append(states.clone()))
+    capture_states(model, prefix, chunks, lambda _, states: hidden.append(states.clone()))
+    return hidden
+
+
+def restored_kv(model: LanguageModel, prefix: list[int], chunk: list[int], start: int) -> list[tuple[Tensor, Tensor]]:
+    """The chunk captured after the prefix, restored at position `start`."""
+    hidden = captured(model, prefill(model, prefix), [chunk])
     with torch.inference_mode():
         hidden[0] = model.decoder.first_layer_input(torch.tensor(chunk))
         tables = model.decoder.rotary.tables(torch.arange(start, start + len(chunk)))
@@ -86,13 +90,10 @@ def test_a_chunk_captured_in_company_is_captured_as_alone(smollm: LanguageModel)
     ids = smollm.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     prefix = prefill(smollm, ids[:8])
     chunks = [ids[8:30], ids[30:37], ids[20:60]]
-    together: list[Tensor] = []
-    capture_states(smollm, prefix, chunks, lambda _, states: together.append(states.clone()))
+    together = captured(smollm, prefix, chunks)
     start = 0
     for chunk in chunks:
-        alone: list[Tensor] = []
-        capture_states(smollm, prefix, [chunk], lambda _, states, alone=alone: alone.append(states.clone()))
-        for packed, single in zip(together, alone, strict=True):
+        for packed, single in zip(together, captured(smollm, prefix, [chunk]), strict=True):
             assert relative_error(packed[start : start + len(chunk)], single) < 1e-4
         start += len(chunk)
 

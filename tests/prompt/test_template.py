@@ -35,7 +35,8 @@ LLAMA2 = (
     "{% for m in messages %}{{ bos_token }}[INST] {{ system }}{{ m['content'] | trim }} [/INST]{% endfor %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}"
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
@@ -64,7 +65,9 @@ def make_tokenizer(chat_template: str | None, specials: list[str], *, sentencepi
     tokenizer.train_from_iterator(
         corpus, trainers.BpeTrainer(vocab_size=700, special_tokens=special_tokens, initial_alphabet=alphabet)
     )
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ["<s>", "</s>", *specials]])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in ["<s>", "</s>", *specials]]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -108,7 +111,9 @@ def test_special_tokens_are_those_of_the_template(chat: Chat) -> None:
     plain = whole_prompt(template, [("A", "text")], "What?")
     hostile = whole_prompt(template, [(HOSTILE, HOSTILE), ("", HOSTILE)], HOSTILE)
     special = set(tokenizer.all_special_ids) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if token.special and not token.content.startswith("<0x")
+        i
+        for i, token in tokenizer.added_tokens_decoder.items()
+        if token.special and not token.content.startswith("<0x")
     }
     special -= {tokenizer.unk_token_id}
     assert [i for i in hostile if i in special] == [i for i in plain if i in special]
@@ -129,7 +134,7 @@ def test_parts_spell_the_rendered_conversation(chat: Chat) -> None:
         )
     spelled = tokenizer.decode(whole_prompt(template, [("A", "text of it")], "the model"))
     # sentencepiece puts a space in front of each part; that is what the model is shown, and the ids are the truth.
-    assert "".join(spelled.split()) == "".join(rendered.split())
+    assert "".join(str(spelled).split()) == "".join(str(rendered).split())
 
 
 def test_a_chunk_has_the_same_ids_wherever_it_stands(chat: Chat) -> None:
@@ -144,7 +149,7 @@ def test_a_chunk_has_the_same_ids_wherever_it_stands(chat: Chat) -> None:
 
 def test_the_title_is_part_of_a_chunk_and_its_place_is_not(chat: Chat) -> None:
     tokenizer, template, _ = chat
-    assert "title" in tokenizer.decode(template.chunk("title", "text"))
+    assert "title" in tokenizer.decode([*template.chunk("title", "text")])
     assert template.chunk("A", "text") != template.chunk("B", "text")
 
 
@@ -158,7 +163,11 @@ def test_a_base_model_without_template_gets_its_bos(sentencepiece: bool) -> None
 
 
 def test_a_template_that_drops_the_message_is_refused() -> None:
-    for bad in ("{{ bos_token }}hello", "{{ raise_exception('no') }}", f"{{{{ messages[-1]['content'][:40] }}}}{SYSTEM}"):
+    for bad in (
+        "{{ bos_token }}hello",
+        "{{ raise_exception('no') }}",
+        f"{{{{ messages[-1]['content'][:40] }}}}{SYSTEM}",
+    ):
         with pytest.raises(UnsupportedModelError, match="chat template"):
             PromptTemplate(make_tokenizer(bad, [], sentencepiece=False), SYSTEM)
 
@@ -180,19 +189,21 @@ class TestSmolLM2:
     # SmolLM2's vocabulary leaves out six control characters and the unassigned planes; its tokenizer drops them.
     @given(
         text=st.text(
-            st.characters(exclude_categories=["Cs", "Cn", "Co", "Cc"], include_characters="\n\t", max_codepoint=0x1FFFF),
+            st.characters(
+                exclude_categories=["Cs", "Cn", "Co", "Cc"], include_characters="\n\t", max_codepoint=0x1FFFF
+            ),
             min_size=1,
         )
     )
     def test_any_text_survives(self, smollm: LanguageModel, template: PromptTemplate, text: str) -> None:
         ids = template.chunk("", text)
-        assert smollm.tokenizer.decode(ids) == f"{text}\n\n"
+        assert smollm.tokenizer.decode([*ids]) == f"{text}\n\n"
         assert not set(ids) & set(smollm.tokenizer.all_special_ids)
 
     def test_render_and_formatted(self, smollm: LanguageModel, template: PromptTemplate) -> None:
         text = template.render([{"role": "user", "content": "Hi"}])
         ids = template.formatted(text)
-        assert smollm.tokenizer.decode(ids) == text
+        assert smollm.tokenizer.decode([*ids]) == text
         assert ids[0] == smollm.tokenizer.bos_token_id != ids[1]
 
     def test_threads_do_not_disturb_each_other(self, template: PromptTemplate) -> None:

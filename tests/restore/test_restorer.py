@@ -209,9 +209,7 @@ FAULTS: dict[Fault, MissReason] = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_a_fault_is_a_miss_of_that_chunk_and_changes_no_answer(
-    open_tiny: OpenTiny, fault: Fault, codec: str
-) -> None:
+def test_a_fault_is_a_miss_of_that_chunk_and_changes_no_answer(open_tiny: OpenTiny, fault: Fault, codec: str) -> None:
     """Each document in a shard of its own, so that a fault of a file concerns one chunk."""
     cache = open_tiny(codec=codec, shard_megabytes=1, chunk_tokens=200)
     for number in range(3):

@@ -8,22 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.errors import StoreError
-from ragcache.retriever.vectors import VectorIndex, remove_other_generations
+from ragcache.retriever.vectors import VectorIndex, Vectors, remove_other_generations
 
 
-def unit_vectors(count: int, seed: int = 0) -> np.ndarray:
+def unit_vectors(count: int, seed: int = 0) -> Vectors:
     vectors = np.random.default_rng(seed).normal(size=(count, 16)).astype(np.float32)
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return unit
 
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_history_of_adds_and_removes_finds_what_is_there(data: st.DataObject) -> None:
-    vectors, index, present = unit_vectors(40), VectorIndex.empty(16), set[int]()
+    vectors, index = unit_vectors(40), VectorIndex.empty(16)
+    present: set[int] = set()
     next_id = 1
     for _ in range(data.draw(st.integers(1, 8))):
-        if present and data.draw(st.booleans()):
-            gone = data.draw(st.sets(st.sampled_from(sorted(present)), min_size=1))
+        remove: bool = data.draw(st.booleans())
+        if present and remove:
+            gone: set[int] = data.draw(st.sets(st.sampled_from(sorted(present)), min_size=1))
             index.remove(sorted(gone))
             present -= gone
         else:

@@ -43,9 +43,7 @@ def test_raw_never_reinterprets() -> None:
     seed=st.integers(0, 99),
     outlier=st.sampled_from([1e-6, 1.0, 300.0]),
 )
-def test_int8_errs_by_at_most_half_a_step(
-    rows: int, width: int, dtype: torch.dtype, seed: int, outlier: float
-) -> None:
+def test_int8_errs_by_at_most_half_a_step(rows: int, width: int, dtype: torch.dtype, seed: int, outlier: float) -> None:
     codec, states = Int8Codec(), random_states(rows, width, dtype, seed, outlier)
     encoded = codec.encode(states)
     assert encoded.shape == (rows, codec.row_bytes(width))

@@ -12,6 +12,7 @@ import xxhash
 
 from ragcache.states.form import Form, LayerFormat, StateFormat, hidden_format
 from ragcache.states.key import state_key
+from ragcache.states.records import ByteRange
 from ragcache.states.shard import BATCH_KEY, SCHEMA_KEY, TEMPORARY_PREFIX, ShardEntry, ShardWriter
 
 FORMAT = hidden_format(3, 70, "int8", "bfloat16")
@@ -31,7 +32,7 @@ def entries() -> list[ShardEntry]:
     return [entry(number, tokens) for number, tokens in enumerate([5, 1, 512, 33])]
 
 
-def write(folder: Path, entries: list[ShardEntry]) -> tuple[Path, list]:
+def write(folder: Path, entries: list[ShardEntry]) -> tuple[Path, list[tuple[ByteRange, ...]]]:
     writer = ShardWriter(folder, FORMAT, {"fingerprint": {"weights": "abc"}})
     for item in entries:
         writer.add(item)
@@ -67,7 +68,7 @@ def test_pyarrow_opens_a_shard_and_it_explains_itself(tmp_path: Path, entries: l
             assert batch.column("token_id").to_pylist() == list(item.token_ids)
             first = batch.column("layer_001")[0].as_py()
             assert first == item.layers[1][0].numpy().tobytes()
-            assert chunk["xxh3"]["layer_002"] == xxhash.xxh3_64_intdigest(item.layers[2].numpy())
+            assert chunk["xxh3"]["layer_002"] == xxhash.xxh3_64_intdigest(item.layers[2].numpy().data)
 
 
 def test_duckdb_reads_a_shard(tmp_path: Path, entries: list[ShardEntry]) -> None:
@@ -90,7 +91,7 @@ def test_formats_survive_json() -> None:
     assert StateFormat.from_json(FORMAT.to_json()) == FORMAT
     assert FORMAT.layers[0] == LayerFormat(Form.TOKENS, 0, "int8")
     for nonsense in ("{}", "[]", '{"dtype": "x", "layers": [{"form": "unheard of", "width": 1, "codec": "raw"}]}'):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"state format|not a valid Form"):
             StateFormat.from_json(nonsense)
 
 

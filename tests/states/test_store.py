@@ -89,10 +89,11 @@ def test_what_was_put_but_not_committed_is_gone(store: StateStore) -> None:
 
 def test_an_exception_rolls_everything_back(store: StateStore) -> None:
     add(store, "a", ["k1"], 1)
-    with pytest.raises(sqlite3.IntegrityError), open_writer(store) as writer:
+    with open_writer(store) as writer:
         put(writer, "k2")
         record, chunks = document(writer, "b", ["k2"])
-        writer.commit([(record, [chunks[0], chunks[0]])], ["a"], 2)
+        with pytest.raises(sqlite3.IntegrityError):
+            writer.commit([(record, [chunks[0], chunks[0]])], ["a"], 2)
     assert [c.chunk_id for c in store.catalog.chunks_by_id(["a#0", "b#0"])] == ["a#0"]
     assert store.catalog.vectors_generation() == 1
     assert len(list(store.shard_folder.iterdir())) == 1

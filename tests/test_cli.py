@@ -1,0 +1,211 @@
+"""The command line: bad input is one line and exit code 2, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
+
+from ragcache.cli import main
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process, as the installed script does."""
+
+    def run_cli(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["ragcache", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+        return Outcome(code, *capsys.readouterr())
+
+    return run_cli
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "ferry.md").write_text("The ferry leaves Northport at seven and takes half an hour.")
+    (folder / "tower.txt").write_text("The lighthouse was lit in 1871 and is thirty-one metres tall.")
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny_folder: Callable[[str], Path]) -> list[object]:
+    return ["--model", tiny_folder("llama"), "--dtype", "float32"]
+
+
+@pytest.fixture
+def store(run: Run, corpus: Path, tmp_path: Path, tiny: list[object]) -> Path:
+    path = tmp_path / "store"
+    assert run("index", corpus, "--store", path, *tiny).code == 0
+    return path
+
+
+def check_refused(outcome: Outcome, message: str) -> None:
+    assert outcome.code == 2, outcome
+    lines = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, outcome.err
+    assert outcome.err.strip().endswith(lines[0])
+    assert message in lines[0]
+    assert "Traceback" not in outcome.err
+
+
+def test_index_query_stats(run: Run, corpus: Path, store: Path) -> None:
+    again = run("index", corpus, "--store", store)
+    assert "0 added, 0 updated, 2 unchanged, 0 removed" in again.out
+
+    (corpus / "ferry.md").unlink()
+    (corpus / "tower.txt").write_text("The lighthouse was blown up.")
+    changed = run("index", corpus, "--store", store)
+    assert "0 added, 1 updated, 0 unchanged, 1 removed" in changed.out
+
+    answer = json.loads(run("query", "How tall is it?", "--store", store, "--json", "--max-tokens", 3).out)
+    assert [s["chunk_id"] for s in answer["sources"]] == ["corpus/tower.txt#0"]
+    assert answer["tokens"]["restored"] > 0
+    assert answer["reuse"] == "composed"
+
+    printed = run("query", "How tall is it?", "--store", store, "--max-tokens", 3, "--reuse", "none")
+    assert "corpus/tower.txt#0" in printed.out
+    assert "0 tokens restored" in printed.out
+
+    stats = json.loads(run("stats", "--store", store, "--json").out)
+    assert (stats["documents"], stats["chunks"]) == (1, 1)
+    assert "documents" in run("stats", "--store", store).out
+
+
+class TestBadInput:
+    def test_unknown_model(self, run: Run, corpus: Path, tmp_path: Path) -> None:
+        outcome = run("index", corpus, "--store", tmp_path / "s", "--model", "nobody/no-such-model")
+        check_refused(outcome, "model 'nobody/no-such-model' is not on this machine")
+        assert not (tmp_path / "s").exists()
+
+    def test_unknown_embedding_model(self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]) -> None:
+        outcome = run("index", corpus, "--store", tmp_path / "s", *tiny, "--embedding-model", "nobody/nothing")
+        check_refused(outcome, "nobody/nothing")
+        assert not (tmp_path / "s").exists()
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4),
+            BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2),
+        ],
+        ids=["mamba", "encoder"],
+    )
+    def test_unsupported_family(self, run: Run, corpus: Path, tmp_path: Path, config: object) -> None:
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        outcome = run("index", corpus, "--store", tmp_path / "s", "--model", tmp_path / "model")
+        check_refused(outcome, "is not supported")
+        assert not (tmp_path / "s").exists()
+
+    def test_empty_source(self, run: Run, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        check_refused(run("index", tmp_path / "empty", "--store", tmp_path / "s"), "holds no documents")
+        assert not (tmp_path / "s").exists()
+
+    def test_missing_source(self, run: Run, tmp_path: Path) -> None:
+        check_refused(run("index", tmp_path / "gone", "--store", tmp_path / "s"), "does not exist")
+
+    def test_unreadable_file(self, run: Run, corpus: Path, tmp_path: Path) -> None:
+        (corpus / "dangling.md").symlink_to(corpus / "gone.md")
+        check_refused(run("index", corpus, "--store", tmp_path / "s"), "dangling.md cannot be read")
+        assert not (tmp_path / "s").exists()
+
+    def test_binary_file(self, run: Run, corpus: Path, tmp_path: Path) -> None:
+        (corpus / "zip.txt").write_bytes(b"PK\x03\x04\xff\xfe\x00")
+        check_refused(run("index", corpus, "--store", tmp_path / "s"), "zip.txt is not UTF-8")
+        assert not (tmp_path / "s").exists()
+
+    def test_a_store_of_another_model(
+        self, run: Run, corpus: Path, store: Path, tiny_folder: Callable[[str], Path]
+    ) -> None:
+        other = ["--model", tiny_folder("qwen3")]
+        before = run("stats", "--store", store, "--json").out
+        check_refused(run("query", "x", "--store", store, *other), "holds states of another model")
+        check_refused(run("index", corpus, "--store", store, *other), "holds states of another model")
+        check_refused(
+            run("query", "x", "--store", store, "--dtype", "bfloat16"), "dtype float32 in the store, bfloat16"
+        )
+        assert run("stats", "--store", store, "--json").out == before
+
+    def test_a_file_as_store(self, run: Run, corpus: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("mine")
+        for arguments in (["index", corpus], ["query", "x"], ["stats"], ["serve"]):
+            check_refused(run(*arguments, "--store", tmp_path / "file"), "is a file")
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_no_store(self, run: Run, tmp_path: Path) -> None:
+        for arguments in (["query", "x"], ["stats"], ["serve"]):
+            check_refused(run(*arguments, "--store", tmp_path / "gone"), "no store at")
+        assert not (tmp_path / "gone").exists()
+
+    def test_someone_elses_folder(self, run: Run, corpus: Path) -> None:
+        check_refused(run("index", corpus, "--store", corpus), "is not a ragcache store")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+    def test_a_place_without_permission(self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]) -> None:
+        tmp_path.chmod(0o500)
+        check_refused(run("index", corpus, "--store", tmp_path / "s", *tiny), "cannot make a store")
+
+    def test_below_a_file(self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]) -> None:
+        (tmp_path / "file").touch()
+        check_refused(run("index", corpus, "--store", tmp_path / "file" / "s", *tiny), "cannot make a store")
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("--codec", "int5"), ("--chunk-tokens", "1"), ("--dtype", "int8"), ("--device", "tpu")],
+    )
+    def test_bad_settings(self, run: Run, corpus: Path, tmp_path: Path, option: str, value: str) -> None:
+        outcome = run("index", corpus, "--store", tmp_path / "s", option, value)
+        check_refused(outcome, value)
+        assert not (tmp_path / "s").exists()
+
+    def test_bad_query_options(self, run: Run, store: Path) -> None:
+        for option, value in (("--reuse", "some"), ("--top-k", "0"), ("--temperature", "-1")):
+            check_refused(run("query", "x", "--store", store, option, value), option.strip("-").replace("-", "_"))
+        check_refused(run("query", " ", "--store", store), "the question is empty")
+        check_refused(run("query", "why " * 5000, "--store", store), "context window")
+
+    def test_usage_errors_are_code_2_too(self, run: Run) -> None:
+        assert run("index").code == 2
+        assert run("frobnicate").code == 2
+        assert run("query", "x", "--store", "y", "--top-k", "many").code == 2
+
+    def test_a_port_in_use(self, run: Run, store: Path) -> None:
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            check_refused(run("serve", "--store", store, "--port", port), "cannot listen on")
+
+
+def test_an_interrupt_says_that_all_is_well(
+    run: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ragcache.indexer.sources.open_source", interrupted)
+    outcome = run("index", corpus, "--store", tmp_path / "s")
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
