@@ -1,20 +1,25 @@
-# make demo     set-up and the main job
-# make test     set-up and the tests
-# make check    ruff, mypy, import-linter
-# make clean    remove what the targets made here
+# make demo         set-up and the main job
+# make test         set-up and the tests
+# make bench-smoke  the demo, and a check with a wide margin that restoring pays
+# make check        ruff, mypy, import-linter
+# make clean        remove what the targets made here
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test bench-smoke check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
 
 test: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+bench-smoke: demo
+	$(BIN)/python -c "import json; ratio = json.load(open('.demo/result.json'))['median_ratio']; \
+	print(f'median ratio {ratio:.1f}'); assert ratio > 10, 'restoring should be at least 10 times faster here'"
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

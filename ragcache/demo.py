@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -106,7 +105,9 @@ def _warm_up(cache: RagCache, question: str) -> None:
 
 def _table(comparisons: list[Comparison]) -> Table:
     """Milliseconds and tokens of each question, in the order asked."""
-    table = Table(title="Tokens, and milliseconds to the first token", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        title="Tokens, and milliseconds to the first token", box=None, padding=(0, 1, 0, 0), title_justify="left"
+    )
     columns = (
         "#",
         "restored",

@@ -17,7 +17,7 @@ KEPT = 2
 class CachePool:
     """Hands out KV caches and takes them back.
 
-    A fresh buffer costs a page fault for every 4 KiB written, a tenth of the time to restore 4,000 tokens; a used one
+    A fresh buffer costs a page fault for every 4 KiB written, a good tenth of the time to restore it; a used one
     does not. Old content cannot show through: a cache starts at length 0 and nothing reads beyond its length.
     """
 

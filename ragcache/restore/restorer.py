@@ -25,7 +25,7 @@ from ragcache.states.miss import Miss, MissReason
 from ragcache.states.records import StoredStates
 
 BLOCK_TOKENS = 2048
-"""Tokens decoded and projected at once: enough for a full-speed matrix product, few enough to stay in cache."""
+"""Tokens decoded and projected at once: enough for a full-speed matrix product, and a bound on working memory."""
 
 
 @dataclass(frozen=True)
