@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +76,8 @@ def blocks_and_buffers(model: LanguageModel, codec: Codec, rows: Tensor) -> None
     used = model.new_cache(len(rows))
     print("\nrestore of all layers, by tokens in a block")
     for block in (len(rows), 2048, 1024, 512, 256):
-        print(f"  {block:<22} {milliseconds(lambda block=block: restore(model, codec, rows, used, block)):8.1f} ms")
+        time_ms = milliseconds(partial(restore, model, codec, rows, used, block))
+        print(f"  {block:<22} {time_ms:8.1f} ms")
     fresh_ms = milliseconds(lambda: restore(model, codec, rows, model.new_cache(len(rows)), 2048))
     print(f"  {'2048, fresh KV buffers':<22} {fresh_ms:8.1f} ms")
 
