@@ -233,8 +233,8 @@ class IndexJob:
         self._vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
         chunks = [chunk for _, chunks in self._documents for chunk in chunks]
         if chunks:
-            vectors = self.embedder.texts([chunk.text for chunk in chunks])
-            self._vectors.add([chunk.vector_id for chunk in chunks], vectors)
+            owners, vectors = self.embedder.passages([chunk.text for chunk in chunks])
+            self._vectors.add([chunks[owner].vector_id for owner in owners], vectors)
         generation = self.store.catalog.vectors_generation() + 1
         self._vectors.save(self.store.vector_folder, generation)
         self.writer.commit(self._documents, removed, generation)

@@ -34,6 +34,7 @@ class Embedder:
             UnsupportedModelError: it is no embedding model.
         """
         # Imported here: it takes seconds, and the command line has things to say before that.
+        from llama_index.core.node_parser import SentenceSplitter
         from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
         logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
@@ -49,16 +50,35 @@ class Embedder:
         except (ValueError, OSError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UnsupportedModelError(f"{name} cannot be loaded as an embedding model: {reason}") from error
+        # Without padding and truncation, as far as the model itself reads; two places go to special tokens.
+        tokenizer = self._model._model.tokenizer
+        self._window_splitter = SentenceSplitter(
+            chunk_size=self._model.max_length - 2,
+            chunk_overlap=0,
+            tokenizer=lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        )
         self.name = name
         weights = "\n".join(file_digest(file, cache_folder) for file in weight_files(folder))
         self.digest = hashlib.sha256(weights.encode()).hexdigest()
         self.dimension = len(self._model.get_text_embedding("dimension"))
 
-    def texts(self, texts: Sequence[str]) -> Vectors:
-        """Embed passages, `[texts, dimension]`."""
-        vectors = self._model.get_text_embedding_batch(list(texts))
-        return np.asarray(vectors, dtype=np.float32).reshape(len(texts), self.dimension)
+    def passages(self, texts: Sequence[str]) -> tuple[list[int], Vectors]:
+        """Embed passages; a long one gets several vectors.
+
+        An embedding model silently cuts off what is beyond its window, 256 word pieces for all-MiniLM-L6-v2, which is
+        half a chunk. So a text is embedded window by window, and is found by whichever fits a question best.
+
+        Returns:
+            For each vector the index of its text, and the vectors, `[vectors, dimension]`.
+        """
+        windows = [self._windows(text) for text in texts]
+        owners = [index for index, parts in enumerate(windows) for _ in parts]
+        vectors = self._model.get_text_embedding_batch([part for parts in windows for part in parts])
+        return owners, np.asarray(vectors, dtype=np.float32).reshape(len(owners), self.dimension)
 
     def question(self, question: str) -> Vectors:
         """Embed a question, `[1, dimension]`; some models put an instruction in front of it."""
         return np.asarray([self._model.get_query_embedding(question)], dtype=np.float32)
+
+    def _windows(self, text: str) -> list[str]:
+        return self._window_splitter.split_text(text) or [text]

@@ -66,19 +66,25 @@ class VectorIndex:
         return int(self._index.ntotal)
 
     def add(self, ids: list[int], vectors: Vectors) -> None:
-        """Add vectors `[len(ids), dimension]`."""
+        """Add vectors `[len(ids), dimension]`; several may have the same id."""
         self._index.add_with_ids(vectors, np.asarray(ids, dtype=np.int64))
 
     def remove(self, ids: list[int]) -> None:
-        """Take vectors out; ids that are not there are ignored."""
+        """Take out all vectors of some ids; ids that are not there are ignored."""
         self._index.remove_ids(np.asarray(ids, dtype=np.int64))
 
     def search(self, question: Vectors, count: int) -> list[tuple[int, float]]:
-        """Ids and cosine similarities of the nearest vectors, best first."""
-        if len(self) == 0:
-            return []
-        scores, ids = self._index.search(question, min(count, len(self)))
-        return [(int(i), float(score)) for i, score in zip(ids[0], scores[0], strict=True) if i >= 0]
+        """The ids nearest to a question, each with the cosine similarity of its best vector, best first."""
+        found: dict[int, float] = {}
+        wanted = 0
+        # Several of the nearest vectors may share an id, so ask for more until there are enough ids.
+        while len(found) < count and wanted < len(self):
+            wanted = min(2 * max(wanted, count), len(self))
+            scores, ids = self._index.search(question, wanted)
+            found = {}
+            for vector_id, score in zip(ids[0].tolist(), scores[0].tolist(), strict=True):
+                found.setdefault(vector_id, score)
+        return list(found.items())[:count]
 
 
 def remove_other_generations(folder: Path, keep: int) -> None:

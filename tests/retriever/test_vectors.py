@@ -53,6 +53,25 @@ def test_scores_are_cosines_best_first() -> None:
     np.testing.assert_allclose([s for _, s in hits], [s for _, s in expected], atol=1e-5)
 
 
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_an_id_with_several_vectors_counts_once(data: st.DataObject) -> None:
+    vectors = unit_vectors(30)
+    ids: list[int] = data.draw(st.lists(st.integers(1, 8), min_size=30, max_size=30))
+    count: int = data.draw(st.integers(1, 12))
+    index = VectorIndex.empty(16)
+    index.add(ids, vectors)
+    best: dict[int, float] = {}
+    for vector_id, score in zip(ids, vectors @ vectors[0], strict=True):
+        best[vector_id] = max(float(score), best.get(vector_id, -1.0))
+    expected = sorted(best.items(), key=lambda hit: -hit[1])[:count]
+    hits = index.search(vectors[[0]], count)
+    assert [i for i, _ in hits] == [i for i, _ in expected]
+    np.testing.assert_allclose([s for _, s in hits], [s for _, s in expected], atol=1e-5)
+    index.remove([hits[0][0]])
+    assert hits[0][0] not in {i for i, _ in index.search(vectors[[0]], 12)}
+
+
 def test_generations(tmp_path: Path) -> None:
     vectors, index = unit_vectors(5), VectorIndex.empty(16)
     index.add([1, 2], vectors[:2])
