@@ -16,11 +16,26 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
+    StableLmConfig,
 )
 
 from ragcache import Document, RagCache
@@ -71,6 +86,45 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**TINY),
     "mistral": lambda: MistralConfig(**TINY, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**TINY, sliding_window=48),
+    # Partial rotary embedding, projections with biases, attention and MLP side by side.
+    "phi": lambda: PhiConfig(**TINY, partial_rotary_factor=0.5),
+    # Embeddings scaled by the square root of their width.
+    "gemma": lambda: GemmaConfig(**TINY),
+    # Multipliers on embeddings, attention, residuals and logits.
+    "granite": lambda: GraniteConfig(
+        **TINY, embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.5, logits_scaling=2.0
+    ),
+    "mixtral": lambda: MixtralConfig(**TINY, num_local_experts=4, sliding_window=None),
+}
+
+REFUSED_FAMILIES: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "interleaved rotation": (lambda: CohereConfig(**TINY, pad_token_id=0), "keys restored in layer 0"),
+    "layers without positions": (
+        lambda: SmolLM3Config(**TINY, pad_token_id=0, no_rope_layer_interval=2),
+        "keys restored in layer 1",
+    ),
+    "capped scores": (lambda: Gemma2Config(**TINY), "softcap"),
+    "rotary positions by layer type": (lambda: Gemma3TextConfig(**TINY), "differ between layers"),
+    "fused projections": (lambda: Phi3Config(**TINY), "no k_proj and v_proj"),
+    "norm behind the attention": (lambda: Olmo2Config(**TINY), "no k_proj and v_proj behind an input norm"),
+    "attention cut off from arguments": (lambda: StableLmConfig(**TINY), "keyword arguments"),
+    "code of its own in the way": (lambda: Llama4TextConfig(**TINY), "cannot be run"),
+    "dynamic rope": (
+        lambda: LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        "depends on the length",
+    ),
+    "state space": (
+        lambda: MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4),
+        "no decoder layers with rotary positions",
+    ),
+    "encoder": (
+        lambda: BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2),
+        "no decoder layers with rotary positions",
+    ),
+    "absolute positions": (
+        lambda: GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2),
+        "no decoder layers with rotary positions",
+    ),
 }
 
 

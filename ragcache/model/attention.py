@@ -19,7 +19,7 @@ from ragcache.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SUPPORTED_FAMILIES = "decoder-only models with rotary positions, such as Llama, Qwen2, Qwen3 and Mistral"
+SUPPORTED_FAMILIES = "decoder-only models with rotary positions, such as Llama, Qwen2, Qwen3, Mistral, Phi and Gemma"
 
 # The angle of a token's key depends on the length of the whole sequence, so a key cannot be placed before the
 # rest is known, and keys placed earlier go stale.

@@ -50,6 +50,10 @@ def certify(model: LanguageModel) -> Certificate:
     token_ids = _probe(model)
     hidden: list[Tensor] = []
     capture_states(model, model.new_cache(0), [token_ids], lambda _, states: hidden.append(states.clone()))
+    if len(hidden) != len(model.decoder.layers):
+        raise CertificationError(
+            f"{model.name} cannot be used: its layers do not hand keyword arguments on to their attention"
+        )
     hidden[0] = _first_layer_input(model, token_ids)
     offset = min(PROBE_OFFSET, model.context_window - len(token_ids))
     return Certificate(

@@ -81,7 +81,14 @@ def load_language_model(
         eos_ids=_eos_ids(module, tokenizer),
     )
     on_stage("certifying restored KV")
-    certify(model)
+    try:
+        certify(model)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # A family that is built otherwise can fail anywhere in its own code.
+        raise UnsupportedModelError(
+            f"model type {_model_type(folder)!r} cannot be run: {type(error).__name__}, {_first_line(error)}; "
+            f"supported are {SUPPORTED_FAMILIES}"
+        ) from error
     return model
 
 

@@ -128,6 +128,18 @@ def test_delete_then_add_never_mixes_up_chunks(open_tiny: OpenTiny) -> None:
     assert "a" not in found(cache, texts["a"])
 
 
+def test_vectors_of_deleted_chunks_do_not_crowd_out_others(open_tiny: OpenTiny) -> None:
+    cache = open_tiny()
+    near = [Document(f"near-{i}", f"The lighthouse keeper number {i} counted ships.") for i in range(30)]
+    cache.index([*near, Document("far", "Rye bread needs a sourdough.")])
+    cache.delete([document.id for document in near[1:]])
+    hits = cache.retrieve("The lighthouse keeper counted ships.", 5)
+    assert {hit.chunk.document_id for hit in hits} == {"near-0", "far"}
+    changed = [replace(document, text="Nothing of that.") for document in near[:1]]
+    cache.index(changed)
+    assert len(cache.retrieve("The lighthouse keeper counted ships.", 2)) == 2
+
+
 def test_an_open_reader_follows_commits(open_tiny: OpenTiny) -> None:
     reader, writer = open_tiny(), open_tiny()
     writer.index(documents(1))

@@ -20,7 +20,7 @@ from tests.conftest import FAMILIES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_families_pass_with_room_to_spare(tiny_model: Callable[[str], LanguageModel], family: str) -> None:
     certificate = certify(tiny_model(family))
-    assert max(certificate.in_place, certificate.shifted) < 2e-5
+    assert max(certificate.in_place, certificate.shifted) < 5e-5
 
 
 def test_bfloat16_passes(cache_folder: Any) -> None:
