@@ -87,7 +87,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: MistralConfig(**TINY, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**TINY, sliding_window=48),
     # Partial rotary embedding, projections with biases, attention and MLP side by side.
-    "phi": lambda: PhiConfig(**TINY, partial_rotary_factor=0.5),
+    "phi": lambda: PhiConfig(**TINY | {"partial_rotary_factor": 0.5}),
     # Embeddings scaled by the square root of their width.
     "gemma": lambda: GemmaConfig(**TINY),
     # Multipliers on embeddings, attention, residuals and logits.
