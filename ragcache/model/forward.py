@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -59,7 +60,7 @@ class PackedBatch:
     segments: Sequence[Segment]
     capture: Capture | None = None
 
-    @property
+    @cached_property
     def spans(self) -> list[slice]:
         """Where each segment lies in the row."""
         ends = list(accumulate(len(segment.token_ids) for segment in self.segments))
