@@ -57,6 +57,7 @@ LEFT JOIN states ON states.id = chunks.states LEFT JOIN shards ON shards.id = st
 
 _RANGES_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8")])
 _MAX_VARIABLES = 500
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR")
 
 
 class Catalog:
@@ -69,12 +70,32 @@ class Catalog:
 
     def create(self, meta: dict[str, str]) -> None:
         """Make the tables, with the given entries in `meta`; all of it appears or nothing."""
-        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._rows("PRAGMA journal_mode = WAL")
         with self.transaction() as connection:
             for statement in SCHEMA.split(";\n"):
                 connection.execute(statement)
             entries = {**meta, "catalog_version": str(CATALOG_VERSION)}
             connection.executemany("INSERT INTO meta VALUES (?, ?)", entries.items())
+
+    @contextmanager
+    def _named_faults(self) -> Iterator[None]:
+        """What SQLite raises about the file, as an error that says what to do."""
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.DatabaseError as error:
+            kind = getattr(error, "sqlite_errorname", "SQLITE_CORRUPT")
+            if kind.startswith(_DAMAGED):
+                raise self._damaged(error) from error
+            raise StoreError(f"{self._path} cannot be used: {error}; see to its folder and to the disk") from error
+
+    def _damaged(self, error: Exception) -> StoreError:
+        return StoreError(f"{self._path} is damaged ({error}); delete the store and index again")
+
+    def _rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._named_faults():
+            return self._connection.execute(query, values).fetchall()
 
     @property
     def _connection(self) -> sqlite3.Connection:
@@ -88,15 +109,22 @@ class Catalog:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing."""
-        connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield connection
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        connection.execute("COMMIT")
+        """All or nothing.
+
+        Raises:
+            StoreError: the file is damaged or cannot be written to.
+        """
+        with self._named_faults():
+            connection = self._connection
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                # SQLite has rolled back by itself after some faults, such as a full disk.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
 
     def meta(self) -> dict[str, str]:
         """All entries of the table `meta`; empty when the file is no catalog yet.
@@ -104,25 +132,22 @@ class Catalog:
         Raises:
             StoreError: the file is not a catalog, or one of a newer version.
         """
-        try:
-            entries = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
-        except sqlite3.DatabaseError as error:
-            if "no such table" in str(error):
-                return {}
-            raise StoreError(f"{self._path} is damaged ({error}); delete the store and index again") from error
+        if not self._rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
+            return {}
+        entries = dict(self._rows("SELECT key, value FROM meta"))
         if int(entries.get("catalog_version", 0)) > CATALOG_VERSION:
             raise StoreError(f"{self._path} was written by a newer ragcache; update with pip install -U ragcache")
         return entries
 
     def vectors_generation(self) -> int:
         """Which file of the vector index belongs to the chunks now visible; 0 is none."""
-        row = self._connection.execute("SELECT value FROM meta WHERE key = 'vectors_generation'").fetchone()
-        return int(row[0]) if row else 0
+        rows = self._rows("SELECT value FROM meta WHERE key = 'vectors_generation'")
+        return int(rows[0][0]) if rows else 0
 
     def signatures(self, source: str | None = None) -> dict[str, str]:
         """Document id to signature, of one source or of all."""
         query = "SELECT id, signature FROM documents WHERE source = coalesce(?, source)"
-        return dict(self._connection.execute(query, (source,)).fetchall())
+        return dict(self._rows(query, (source,)))
 
     def chunks_by_vector(self, vector_ids: Sequence[int]) -> list[ChunkRecord]:
         """Chunks in the order of the ids asked for; ids that are gone are left out."""
@@ -139,48 +164,52 @@ class Catalog:
         ids: list[int] = []
         for batch in _batches(list(document_ids)):
             query = f"SELECT id FROM chunks WHERE document IN ({_marks(batch)})"  # noqa: S608
-            ids += [row[0] for row in self._connection.execute(query, batch)]
+            ids += [row[0] for row in self._rows(query, batch)]
         return ids
 
     def last_vector_id(self) -> int:
         """The highest vector id ever given out."""
-        row = self._connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'").fetchone()
-        return int(row[0]) if row else 0
+        rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
+        return int(rows[0][0]) if rows else 0
 
     def find_states(self, key: str, format: StateFormat) -> int | None:
         """Id of stored states of that key in that format."""
-        row = self._connection.execute(
+        rows = self._rows(
             "SELECT states.id FROM states JOIN shards ON shards.id = states.shard WHERE key = ? AND format = ?",
             (key, format.to_json()),
-        ).fetchone()
-        return int(row[0]) if row else None
+        )
+        return int(rows[0][0]) if rows else None
 
     def shard_names(self) -> set[str]:
         """Names of all shard files that readers may look into."""
-        return {row[0] for row in self._connection.execute("SELECT name FROM shards")}
+        return {row[0] for row in self._rows("SELECT name FROM shards")}
 
     def counts(self) -> dict[str, int]:
         """Numbers of documents and chunks."""
         return {
-            table: int(self._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])  # noqa: S608
+            table: int(self._rows(f"SELECT count(*) FROM {table}")[0][0])  # noqa: S608
             for table in ("documents", "chunks")
         }
 
     def sizes(self) -> dict[str, int]:
         """Tokens of all chunks, shards, their bytes on disk and the bytes of states in them that are in use."""
-        tokens, shards, shard_bytes = self._connection.execute(
+        [(tokens, shards, shard_bytes)] = self._rows(
             "SELECT (SELECT coalesce(sum(length(token_ids)), 0) / 4 FROM chunks), count(*), coalesce(sum(bytes), 0)"
             " FROM shards"
-        ).fetchone()
-        ranges = self._connection.execute("SELECT ranges FROM states")
-        used = sum(int(np.frombuffer(row[0], _RANGES_DTYPE)["length"].sum()) for row in ranges)
+        )
+        ranges = self._rows("SELECT ranges FROM states")
+        used = sum(wanted.length for row in ranges for wanted in unpack_ranges(row[0]))
         return {"tokens": tokens, "shards": shards, "shard_bytes": shard_bytes, "state_bytes": used}
 
     def _chunks(self, column: str, values: Sequence[int] | Sequence[str]) -> Iterator[ChunkRecord]:
         for batch in _batches(list(values)):
             query = f"{_SELECT_CHUNKS} WHERE {column} IN ({_marks(batch)})"
-            for row in self._connection.execute(query, batch):
-                yield self._chunk(row)
+            rows = self._rows(query, batch)
+            try:
+                chunks = [self._chunk(row) for row in rows]
+            except (ValueError, TypeError) as error:
+                raise self._damaged(error) from error
+            yield from chunks
 
     def _chunk(self, row: tuple[Any, ...]) -> ChunkRecord:
         (

@@ -77,6 +77,9 @@ class StateStore:
             raise StoreError(
                 f"{path} is not a ragcache store and holds other files ({foreign[0]}); give a new or empty folder"
             )
+        # The catalog is made before the first shard, so shards without one are the remains of a store.
+        if any((path / SHARDS).glob("*.arrow")):
+            raise StoreError(f"{path / CATALOG} is gone or empty, yet there are states; delete the store and index again")
         return False
 
     @classmethod
@@ -185,12 +188,15 @@ def hold_lock(path: Path) -> Iterator[None]:
 
     Raises:
         StoreLockedError: another process is.
+        StoreError: the folder cannot be written to.
     """
     lock = FileLock(path / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise StoreLockedError(f"another process is writing to {path}; wait for it to finish, or stop it") from None
+    except OSError as error:
+        raise StoreError(f"cannot write to {path}: {error.strerror or error}; see to its permissions") from error
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -175,7 +174,7 @@ class StoreWriter:
                 connection.execute(
                     "INSERT OR REPLACE INTO meta VALUES ('vectors_generation', ?)", (str(vectors_generation),)
                 )
-        except (OSError, sqlite3.OperationalError) as error:
+        except OSError as error:
             raise _disk_error(self.store.path, error) from error
         self._finished, self._pending = [], set()
         for (name,) in dead:
@@ -195,6 +194,5 @@ class StoreWriter:
         self._shard, self._keys = None, []
 
 
-def _disk_error(path: Path, error: OSError | sqlite3.OperationalError) -> StoreError:
-    reason = getattr(error, "strerror", None) or error
-    return StoreError(f"cannot write to {path}: {reason}; what was committed before is intact")
+def _disk_error(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"cannot write to {path}: {error.strerror or error}; what was committed before is intact")

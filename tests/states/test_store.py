@@ -52,6 +52,19 @@ def add(store: StateStore, name: str, keys: list[str], generation: int) -> None:
         writer.commit([document(writer, name, keys)], [], generation)
 
 
+def read_all(store: StateStore) -> list[object]:
+    catalog = store.catalog
+    chunks = catalog.chunks_by_id(["a#0", "a#1"])
+    return [
+        store.identity(),
+        catalog.counts(),
+        catalog.sizes(),
+        catalog.signatures(),
+        catalog.vector_ids(["a"]),
+        [(chunk.text, chunk.token_ids, chunk.metadata) for chunk in chunks],
+    ]
+
+
 def test_committed_chunks_come_back(store: StateStore) -> None:
     add(store, "a", ["k1", "k2"], 1)
     first, second = StateStore.open(store.path).catalog.chunks_by_id(["a#1", "a#0"])
@@ -201,6 +214,36 @@ class TestPaths:
         (tmp_path / "catalog.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 100)
         with pytest.raises(StoreError, match="damaged"):
             StateStore.open(tmp_path)
+
+    @pytest.mark.parametrize("empty", [True, False])
+    def test_states_without_a_catalog_are_not_written_over(self, store: StateStore, empty: bool) -> None:
+        add(store, "a", ["k1"], 1)
+        for file in store.path.glob("catalog.sqlite*"):
+            file.unlink()
+        if empty:
+            (store.path / "catalog.sqlite").touch()
+        with pytest.raises(StoreError, match="gone or empty"):
+            StateStore.create(store.path, IDENTITY, load_settings())
+        assert list(store.shard_folder.glob("*.arrow"))
+
+    @pytest.mark.parametrize("page", range(12))
+    def test_a_catalog_with_a_damaged_page(self, store: StateStore, page: int) -> None:
+        """Whatever is read from it then, it is a named error or what was written."""
+        add(store, "a", ["k1", "k2"], 1)
+        whole = read_all(store)
+        with sqlite3.connect(store.path / "catalog.sqlite") as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        content = bytearray((store.path / "catalog.sqlite").read_bytes())
+        content[page * 4096 : (page + 1) * 4096] = b"\xa5" * 4096
+        damaged = store.path.parent / "damaged"
+        damaged.mkdir()
+        (damaged / "catalog.sqlite").write_bytes(content)
+        with pytest.raises(StoreError, match="damaged"):
+            for _ in range(2):
+                assert read_all(StateStore.open(damaged)) == whole
+            add(StateStore.open(damaged), "b", ["k3"], 2)
+            raise AssertionError("every page of a small catalog is read or written by these")
 
     def test_a_newer_catalog(self, store: StateStore) -> None:
         with store.catalog.transaction() as connection:
