@@ -79,7 +79,9 @@ class StateStore:
             )
         # The catalog is made before the first shard, so shards without one are the remains of a store.
         if any((path / SHARDS).glob("*.arrow")):
-            raise StoreError(f"{path / CATALOG} is gone or empty, yet there are states; delete the store and index again")
+            raise StoreError(
+                f"{path / CATALOG} is gone or empty, yet there are states; delete the store and index again"
+            )
         return False
 
     @classmethod
