@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ragcache.errors import SourceError, StoreError
+from ragcache.errors import SourceError, VectorsError
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.report import IndexReport, Progress
 from ragcache.indexer.sources import Document, checked
@@ -62,7 +62,7 @@ def plan_run(
     *,
     remove_missing: bool,
 ) -> IndexPlan:
-    """Read every document once and compare with the store.
+    """Read every document once and compare with the store. One whose states are gone counts as changed.
 
     Args:
         documents: what is to be in the store.
@@ -75,11 +75,12 @@ def plan_run(
         SourceError: a document cannot be read or makes no sense, or there are no documents at all.
     """
     known = store.catalog.signatures() if store else {}
+    incomplete = store.catalog.documents_without_states(store.broken_shards()) if store else set()
     seen: set[str] = set()
     changed: list[str] = []
     for document in checked(documents, source):
         seen.add(document.id)
-        if known.get(document.id) != signature(document, source, settings_digest):
+        if known.get(document.id) != signature(document, source, settings_digest) or document.id in incomplete:
             changed.append(document.id)
     mine = store.catalog.signatures(source) if store and remove_missing else {}
     return IndexPlan(
@@ -120,6 +121,8 @@ class IndexJob:
     _batch: list[tuple[NewChunk, DocumentRecord]] = field(default_factory=list, init=False)
     _batched_keys: set[str] = field(default_factory=set, init=False)
     _encoded_tokens: int = field(default=0, init=False)
+    _reembedded: int = field(default=0, init=False)
+    _unsaved_vectors: bool = field(default=False, init=False)
 
     def run(self, documents: Iterable[Document], plan: IndexPlan) -> IndexReport:
         """Encode what the plan names and commit whenever a shard is full.
@@ -159,19 +162,26 @@ class IndexJob:
             empty=tuple(empty),
             chunks=chunks,
             encoded_tokens=self._encoded_tokens,
+            reembedded=self._reembedded,
             seconds=time.perf_counter() - clock,
         )
 
     def _open_vectors(self) -> None:
-        generation = self.store.catalog.vectors_generation()
+        """Load the vector index, or make it anew from the chunks' texts when it is missing or damaged."""
+        version = self.store.catalog.vectors()
         try:
-            self._vectors = (
-                VectorIndex.load(self.store.vector_folder, generation)
-                if generation
-                else VectorIndex.empty(self.embedder.dimension)
-            )
-        except FileNotFoundError as error:
-            raise StoreError(f"{error} is missing; delete the store and index again") from error
+            self._vectors = VectorIndex.load(self.store.vector_folder, version, self.embedder.dimension)
+        except VectorsError:
+            self._vectors = VectorIndex.empty(self.embedder.dimension)
+            for chunks in self.store.catalog.all_chunks():
+                self._embed([(chunk.vector_id, chunk.text) for chunk in chunks])
+                self._reembedded += len(chunks)
+            self._unsaved_vectors = True
+
+    def _embed(self, chunks: list[tuple[int, str]]) -> None:
+        """Put chunks, given as vector ids and texts, into the vector index."""
+        owners, vectors = self.embedder.passages([text for _, text in chunks])
+        self._vectors.add([chunks[owner][0] for owner in owners], vectors)
 
     def _add(self, document: Document, source: str) -> int:
         """Split a document and put its chunks in line; returns how many there are."""
@@ -227,16 +237,13 @@ class IndexJob:
     def _commit(self, removed: list[str]) -> None:
         """Vectors to a file of a new generation, then everything visible at once."""
         self._encode_batch()
-        if not self._documents and not removed:
+        if not self._documents and not removed and not self._unsaved_vectors:
             return
         replaced = [record.id for record, _ in self._documents]
         self._vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
-        chunks = [chunk for _, chunks in self._documents for chunk in chunks]
-        if chunks:
-            owners, vectors = self.embedder.passages([chunk.text for chunk in chunks])
-            self._vectors.add([chunks[owner].vector_id for owner in owners], vectors)
-        generation = self.store.catalog.vectors_generation() + 1
-        self._vectors.save(self.store.vector_folder, generation)
-        self.writer.commit(self._documents, removed, generation)
-        remove_other_generations(self.store.vector_folder, generation)
-        self._documents = []
+        if chunks := [(chunk.vector_id, chunk.text) for _, chunks in self._documents for chunk in chunks]:
+            self._embed(chunks)
+        version = self._vectors.save(self.store.vector_folder, self.store.catalog.vectors().generation + 1)
+        self.writer.commit(self._documents, removed, version)
+        remove_other_generations(self.store.vector_folder, version.generation)
+        self._documents, self._unsaved_vectors = [], False

@@ -18,6 +18,7 @@ class IndexReport:
         empty: ids of documents without any text; they are in the store and have no chunks.
         chunks: chunks of added and updated documents.
         encoded_tokens: tokens run through the language model; states of equal chunks are kept.
+        reembedded: chunks embedded again because the vector index was missing or damaged.
         seconds: wall time of the run.
     """
 
@@ -28,6 +29,7 @@ class IndexReport:
     empty: tuple[str, ...] = ()
     chunks: int = 0
     encoded_tokens: int = 0
+    reembedded: int = 0
     seconds: float = 0.0
 
 

@@ -80,6 +80,8 @@ def index(
         f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged, {report.removed} removed; "
         f"{report.chunks} chunks, {report.encoded_tokens:,} tokens encoded in {report.seconds:.1f} s"
     )
+    if report.reembedded:
+        to_stderr.print(f"the vector index was missing or damaged: {report.reembedded} chunks were embedded again")
     if report.empty:
         to_stderr.print(f"without any text: {', '.join(report.empty)}", markup=False)
 

@@ -54,6 +54,10 @@ class StoreLockedError(StoreError):
     """Another process is writing to the store."""
 
 
+class VectorsError(StoreError):
+    """The vector index of a store is missing or damaged; the next indexing run makes it anew."""
+
+
 class QuestionError(RagCacheError):
     """The question is empty, no Unicode, or alone too long for the model's context window."""
 

@@ -125,7 +125,11 @@ class RagCache:
             documents = list(documents)
         digest = self._settings_digest()
         plan = plan_run(documents, source, digest, self._store, remove_missing=remove_missing)
-        store = self._store or StateStore.create(self.path, self._identity(), self.settings)
+        store = self._store
+        if store is None:
+            store = StateStore.create(self.path, self._identity(), self.settings)
+            # Another process may have made it, with another model, since this one looked.
+            self._check_identity(store)
         report = self._run_job(store, documents, plan, progress or Silent())
         if self._store is None:
             self._attach(store)
@@ -250,8 +254,11 @@ class RagCache:
         )
         return AnswerStream(self.model, self.engine, prompt, head, parameters, clock)
 
-    def _attach(self, store: StateStore) -> None:
+    def _check_identity(self, store: StateStore) -> None:
         store.check_identity(self._identity(), (self.settings.model, self.settings.embedding_model))
+
+    def _attach(self, store: StateStore) -> None:
+        self._check_identity(store)
         self._store, self._retriever = store, Retriever(store, self.embedder)
 
     def _identity(self) -> StoreIdentity:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
 from platformdirs import user_cache_path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import (
@@ -88,9 +87,9 @@ STORED_SETTINGS = (
 """The settings a store's content depends on; they are kept in its `store.toml`."""
 
 
-def to_toml(settings: Settings) -> str:
-    """The text of `store.toml`: the settings a store's content depends on."""
-    return tomli_w.dumps({name: getattr(settings, name) for name in STORED_SETTINGS})
+def stored_settings(settings: Settings) -> dict[str, Any]:
+    """What `store.toml` must hold: the settings a store's content depends on."""
+    return {name: getattr(settings, name) for name in STORED_SETTINGS}
 
 
 def load_settings(store: Path | None = None, **arguments: Any) -> Settings:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from ragcache.errors import StoreError
+from ragcache.errors import StoreError, VectorsError
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.vectors import VectorIndex
-from ragcache.states.records import ChunkRecord
+from ragcache.states.records import NO_VECTORS, ChunkRecord, VectorsVersion
 from ragcache.states.store import StateStore
 
 
@@ -27,34 +27,34 @@ class Retriever:
         self._store = store
         self._embedder = embedder
         self._lock = threading.Lock()
-        self._generation = 0
-        self._index: VectorIndex | None = None
+        self._version = NO_VECTORS
+        self._index = VectorIndex.empty(embedder.dimension)
 
     def retrieve(self, question: str, top_k: int) -> list[RetrievedChunk]:
         """The `top_k` best chunks, best first; fewer when the store holds fewer.
 
         Raises:
-            StoreError: the vector index is missing or damaged.
+            StoreError: the catalog or the vector index is missing or damaged.
         """
         vector = self._embedder.question(question)
         while True:
-            index, generation = self._current_index()
-            if index is None:
-                return []
+            index, version = self._current_index()
             hits = dict(index.search(vector, top_k))
             chunks = self._store.catalog.chunks_by_vector(list(hits))
-            # Fewer chunks than hits: a commit came in between search and look-up. Ask the new index.
-            if len(chunks) == len(hits) or self._store.catalog.vectors_generation() == generation:
+            if len(chunks) == len(hits):
                 return [RetrievedChunk(chunk, hits[chunk.vector_id]) for chunk in chunks]
+            # Fewer chunks than hits: a commit came in between search and look-up. Ask the new index.
+            if self._store.catalog.vectors() == version:
+                raise StoreError(f"{self._store.path} is damaged: chunks are missing; delete the store and index again")
 
-    def _current_index(self) -> tuple[VectorIndex | None, int]:
+    def _current_index(self) -> tuple[VectorIndex, VectorsVersion]:
         with self._lock:
-            while (generation := self._store.catalog.vectors_generation()) != self._generation:
+            while (version := self._store.catalog.vectors()) != self._version:
                 try:
-                    self._index = VectorIndex.load(self._store.vector_folder, generation)
-                except FileNotFoundError as error:
-                    if self._store.catalog.vectors_generation() == generation:
-                        raise StoreError(f"{error} is missing; delete the store and index again") from error
+                    self._index = VectorIndex.load(self._store.vector_folder, version, self._embedder.dimension)
+                except VectorsError:
+                    if self._store.catalog.vectors() == version:
+                        raise
                     continue
-                self._generation = generation
-            return self._index, self._generation
+                self._version = version
+            return self._index, self._version

@@ -12,12 +12,16 @@ from typing import Any
 
 import faiss
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from ragcache.errors import StoreError
+from ragcache.errors import StoreError, VectorsError
+from ragcache.states.records import NO_VECTORS, VectorsVersion
 from ragcache.states.shard import TEMPORARY_PREFIX, sync_folder
 
 Vectors = NDArray[np.float32]
+
+REMEDY = "index a source into the store again, which makes the vector index anew"
 
 
 class VectorIndex:
@@ -32,35 +36,51 @@ class VectorIndex:
         return cls(faiss.IndexIDMap2(faiss.IndexFlatIP(dimension)))
 
     @classmethod
-    def load(cls, folder: Path, generation: int) -> VectorIndex:
-        """Read the file of a generation.
+    def load(cls, folder: Path, version: VectorsVersion, dimension: int) -> VectorIndex:
+        """Read the file of a version.
+
+        Args:
+            folder: with one file per generation.
+            version: which one; that of no vectors gives an empty index.
+            dimension: length of a vector.
 
         Raises:
-            FileNotFoundError: it is gone; a newer one was committed meanwhile, or the store is damaged.
-            StoreError: it is not a FAISS index.
+            VectorsError: it is gone, because a newer one was committed meanwhile or the store is damaged; it cannot
+                be read; or it is not what was written for this version.
+        """
+        if version == NO_VECTORS:
+            return cls.empty(dimension)
+        path = _file(folder, version.generation)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise VectorsError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
+        if xxhash.xxh3_64_hexdigest(content) != version.checksum:
+            raise VectorsError(f"{path} is damaged; {REMEDY}")
+        return cls(faiss.deserialize_index(np.frombuffer(content, dtype=np.uint8)))
+
+    def save(self, folder: Path, generation: int) -> VectorsVersion:
+        """Write the file of a generation, durably; it appears whole or not at all.
+
+        Raises:
+            StoreError: it cannot be written.
         """
         path = _file(folder, generation)
-        if not path.exists():
-            raise FileNotFoundError(path)
-        try:
-            return cls(faiss.read_index(str(path)))
-        except RuntimeError as error:
-            raise StoreError(f"{path} is damaged; delete the store and index again") from error
-
-    def save(self, folder: Path, generation: int) -> None:
-        """Write the file of a generation, durably; it appears whole or not at all."""
-        path = _file(folder, generation)
         temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+        content = faiss.serialize_index(self._index).data
         try:
-            faiss.write_index(self._index, str(temporary))
-            with temporary.open("rb+") as file:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
                 os.fsync(file.fileno())
             temporary.rename(path)
             sync_folder(folder)
-        except (RuntimeError, OSError) as error:
+        except OSError as error:
             temporary.unlink(missing_ok=True)
-            reason = getattr(error, "strerror", None) or error
-            raise StoreError(f"cannot write to {folder}: {reason}; what was committed before is intact") from error
+            raise StoreError(
+                f"cannot write to {folder}: {error.strerror}; what was committed before is intact"
+            ) from error
+        return VectorsVersion(generation, xxhash.xxh3_64_hexdigest(content))
 
     def __len__(self) -> int:
         return int(self._index.ntotal)

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from ragcache.errors import SettingsError
-from ragcache.settings import load_settings, query_options, to_toml
+from ragcache.settings import load_settings, query_options, stored_settings
 
 
 def write(path: Path, **values: Any) -> None:
-    (path / "store.toml").write_text(to_toml(load_settings(**values)))
+    (path / "store.toml").write_text(tomli_w.dumps(stored_settings(load_settings(**values))))
 
 
 def test_argument_then_environment_then_store_then_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

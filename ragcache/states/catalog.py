@@ -7,20 +7,20 @@ generation of the vector index together. WAL mode lets any number of readers go 
 from __future__ import annotations
 
 import json
-import sqlite3
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ragcache.errors import StoreError
+from ragcache.states.database import Database
 from ragcache.states.form import StateFormat
-from ragcache.states.records import ByteRange, ChunkRecord, StoredStates
+from ragcache.states.records import NO_VECTORS, ByteRange, ChunkRecord, StoredStates, VectorsVersion
 
 CATALOG_VERSION = 1
+VECTORS_KEY = "vectors"
 
 SCHEMA = """\
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -41,7 +41,7 @@ CREATE INDEX states_by_shard ON states(shard);
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT, chunk_id TEXT NOT NULL UNIQUE,
     document TEXT NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
-    ordinal INTEGER NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL,
+    ordinal INTEGER NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, checksum TEXT NOT NULL,
     states INTEGER REFERENCES states(id)
 );
 CREATE INDEX chunks_by_document ON chunks(document);
@@ -50,81 +50,38 @@ CREATE INDEX chunks_by_states ON chunks(states);
 
 _SELECT_CHUNKS = """
 SELECT chunks.id, chunks.chunk_id, chunks.document, chunks.ordinal, documents.title, chunks.text,
-       documents.metadata, chunks.token_ids, states.key, shards.name, shards.format, states.ranges
+       documents.metadata, chunks.token_ids, chunks.checksum, states.key, shards.name, shards.format, states.ranges
 FROM chunks JOIN documents ON documents.id = chunks.document
 LEFT JOIN states ON states.id = chunks.states LEFT JOIN shards ON shards.id = states.shard
 """
 
+_SELECT_DOCUMENTS = """
+SELECT DISTINCT chunks.document FROM chunks JOIN states ON states.id = chunks.states
+JOIN shards ON shards.id = states.shard
+"""
+
 _RANGES_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8")])
-_MAX_VARIABLES = 500
-_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR")
+_BATCH = 500
 
 
 class Catalog:
-    """One SQLite file; safe to use from several threads, each of which gets its own connection."""
+    """The catalog file; safe to use from several threads."""
 
     def __init__(self, path: Path, shard_folder: Path) -> None:
-        self._path = path
+        self._database = Database(path)
+        self._rows = self._database.rows
         self._shard_folder = shard_folder
-        self._local = threading.local()
+        self.transaction = self._database.transaction
+        self.damaged = self._database.damaged
 
     def create(self, meta: dict[str, str]) -> None:
         """Make the tables, with the given entries in `meta`; all of it appears or nothing."""
-        self._rows("PRAGMA journal_mode = WAL")
+        self._database.create()
         with self.transaction() as connection:
             for statement in SCHEMA.split(";\n"):
                 connection.execute(statement)
-            entries = {**meta, "catalog_version": str(CATALOG_VERSION)}
+            entries = {**meta, "catalog_version": str(CATALOG_VERSION), VECTORS_KEY: NO_VECTORS.to_json()}
             connection.executemany("INSERT INTO meta VALUES (?, ?)", entries.items())
-
-    @contextmanager
-    def _named_faults(self) -> Iterator[None]:
-        """What SQLite raises about the file, as an error that says what to do."""
-        try:
-            yield
-        except sqlite3.IntegrityError:
-            raise
-        except sqlite3.DatabaseError as error:
-            kind = getattr(error, "sqlite_errorname", "SQLITE_CORRUPT")
-            if kind.startswith(_DAMAGED):
-                raise self._damaged(error) from error
-            raise StoreError(f"{self._path} cannot be used: {error}; see to its folder and to the disk") from error
-
-    def _damaged(self, error: Exception) -> StoreError:
-        return StoreError(f"{self._path} is damaged ({error}); delete the store and index again")
-
-    def _rows(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        with self._named_faults():
-            return self._connection.execute(query, values).fetchall()
-
-    @property
-    def _connection(self) -> sqlite3.Connection:
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = sqlite3.connect(self._path, timeout=30, isolation_level=None)
-            connection.execute("PRAGMA foreign_keys = ON")
-            connection.execute("PRAGMA synchronous = FULL")
-            self._local.connection = connection
-        return connection
-
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing.
-
-        Raises:
-            StoreError: the file is damaged or cannot be written to.
-        """
-        with self._named_faults():
-            connection = self._connection
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                # SQLite has rolled back by itself after some faults, such as a full disk.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
 
     def meta(self) -> dict[str, str]:
         """All entries of the table `meta`; empty when the file is no catalog yet.
@@ -135,14 +92,28 @@ class Catalog:
         if not self._rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
             return {}
         entries = dict(self._rows("SELECT key, value FROM meta"))
-        if int(entries.get("catalog_version", 0)) > CATALOG_VERSION:
-            raise StoreError(f"{self._path} was written by a newer ragcache; update with pip install -U ragcache")
+        version = entries.get("catalog_version", "")
+        if not version.isdigit():
+            raise self.damaged("no version in meta")
+        if int(version) > CATALOG_VERSION:
+            raise StoreError(
+                f"{self._database.path} was written by a newer ragcache; update with pip install -U ragcache"
+            )
         return entries
 
-    def vectors_generation(self) -> int:
-        """Which file of the vector index belongs to the chunks now visible; 0 is none."""
-        rows = self._rows("SELECT value FROM meta WHERE key = 'vectors_generation'")
-        return int(rows[0][0]) if rows else 0
+    def vectors(self) -> VectorsVersion:
+        """Which file of the vector index belongs to the chunks now visible.
+
+        Raises:
+            StoreError: the entry is gone or makes no sense.
+        """
+        rows = self._rows("SELECT value FROM meta WHERE key = ?", (VECTORS_KEY,))
+        if not rows:
+            raise self.damaged(f"no {VECTORS_KEY} in meta")
+        try:
+            return VectorsVersion.from_json(rows[0][0])
+        except (ValueError, TypeError) as error:
+            raise self.damaged(error) from error
 
     def signatures(self, source: str | None = None) -> dict[str, str]:
         """Document id to signature, of one source or of all."""
@@ -180,9 +151,33 @@ class Catalog:
         )
         return int(rows[0][0]) if rows else None
 
-    def shard_names(self) -> set[str]:
-        """Names of all shard files that readers may look into."""
-        return {row[0] for row in self._rows("SELECT name FROM shards")}
+    def shards(self) -> dict[str, int]:
+        """Names of all shard files that readers may look into, and their sizes in bytes."""
+        return dict(self._rows("SELECT name, bytes FROM shards"))
+
+    def documents_without_states(self, unusable_shards: Collection[str] = ()) -> set[str]:
+        """Ids of documents with a chunk that has no stored states, or only in one of those shards."""
+        found = {row[0] for row in self._rows("SELECT DISTINCT document FROM chunks WHERE states IS NULL")}
+        for batch in _batches(list(unusable_shards)):
+            query = f"{_SELECT_DOCUMENTS} WHERE shards.name IN ({_marks(batch)})"
+            found.update(row[0] for row in self._rows(query, batch))
+        return found
+
+    def forget_shards(self, names: Collection[str]) -> None:
+        """Take out all states of some shards; their chunks stay, without states."""
+        with self.transaction() as connection:
+            for name in names:
+                mine = "SELECT states.id FROM states JOIN shards ON shards.id = states.shard WHERE shards.name = ?"
+                connection.execute(f"UPDATE chunks SET states = NULL WHERE states IN ({mine})", (name,))  # noqa: S608
+                connection.execute(f"DELETE FROM states WHERE id IN ({mine})", (name,))  # noqa: S608
+                connection.execute("DELETE FROM shards WHERE name = ?", (name,))
+
+    def all_chunks(self) -> Iterator[list[ChunkRecord]]:
+        """Every chunk, in batches, in the order of their vector ids."""
+        last = 0
+        while rows := self._rows(f"{_SELECT_CHUNKS} WHERE chunks.id > ? ORDER BY chunks.id LIMIT ?", (last, _BATCH)):
+            yield [self._chunk(row) for row in rows]
+            last = rows[-1][0]
 
     def counts(self) -> dict[str, int]:
         """Numbers of documents and chunks."""
@@ -204,42 +199,52 @@ class Catalog:
     def _chunks(self, column: str, values: Sequence[int] | Sequence[str]) -> Iterator[ChunkRecord]:
         for batch in _batches(list(values)):
             query = f"{_SELECT_CHUNKS} WHERE {column} IN ({_marks(batch)})"
-            rows = self._rows(query, batch)
-            try:
-                chunks = [self._chunk(row) for row in rows]
-            except (ValueError, TypeError) as error:
-                raise self._damaged(error) from error
-            yield from chunks
+            for row in self._rows(query, batch):
+                yield self._chunk(row)
 
     def _chunk(self, row: tuple[Any, ...]) -> ChunkRecord:
-        (
-            vector_id,
-            chunk_id,
-            document,
-            ordinal,
-            title,
-            text,
-            metadata,
-            token_ids,
-            key,
-            shard,
-            format_,
-            ranges,
-        ) = row
-        states = None
-        if key is not None:
-            states = StoredStates(key, self._shard_folder / shard, format_, unpack_ranges(ranges))
-        return ChunkRecord(
-            vector_id=vector_id,
-            chunk_id=chunk_id,
-            document_id=document,
-            ordinal=ordinal,
-            title=title,
-            text=text,
-            metadata=json.loads(metadata),
-            token_ids=unpack_token_ids(token_ids),
-            states=states,
-        )
+        """A row of `_SELECT_CHUNKS` as a record.
+
+        Raises:
+            StoreError: it is not what was written. Texts and token ids are what answers are recomputed from, so no
+                miss can make up for them.
+        """
+        *content, checksum, key, shard, format_, ranges = row
+        vector_id, chunk_id, document, ordinal, title, text, metadata, token_ids = content
+        try:
+            if chunk_checksum(*content) != checksum:
+                raise ValueError(f"chunk {chunk_id} is not what was written")
+            states = None
+            if key is not None:
+                states = StoredStates(key, self._shard_folder / shard, format_, unpack_ranges(ranges))
+            return ChunkRecord(
+                vector_id=vector_id,
+                chunk_id=chunk_id,
+                document_id=document,
+                ordinal=ordinal,
+                title=title,
+                text=text,
+                metadata=json.loads(metadata),
+                token_ids=unpack_token_ids(token_ids),
+                states=states,
+            )
+        except (ValueError, TypeError) as error:
+            raise self.damaged(error) from error
+
+
+def chunk_checksum(
+    vector_id: int,
+    chunk_id: str,
+    document_id: str,
+    ordinal: int,
+    title: str,
+    text: str,
+    metadata: str,
+    token_ids: bytes,
+) -> str:
+    """xxh3 (64 bit, hexadecimal) of a chunk and what its document says about it, as they stand in their columns."""
+    values = json.dumps([vector_id, chunk_id, document_id, ordinal, title, text, metadata])
+    return xxhash.xxh3_64_hexdigest(values.encode() + token_ids)
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -263,8 +268,8 @@ def unpack_ranges(blob: bytes) -> tuple[ByteRange, ...]:
 
 
 def _batches(values: list[Any]) -> Iterator[list[Any]]:
-    for start in range(0, len(values), _MAX_VARIABLES):
-        yield values[start : start + _MAX_VARIABLES]
+    for start in range(0, len(values), _BATCH):
+        yield values[start : start + _BATCH]
 
 
 def _marks(values: Sequence[object]) -> str:

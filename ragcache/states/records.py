@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,28 @@ class ChunkRecord:
     metadata: dict[str, Any]
     token_ids: tuple[int, ...]
     states: StoredStates | None
+
+
+@dataclass(frozen=True)
+class VectorsVersion:
+    """Which file of the vector index is visible, and what is in it.
+
+    Attributes:
+        generation: number of the file; grows with each commit. 0 before the first: there is no file.
+        checksum: xxh3 (64 bit, hexadecimal) of its bytes, so that no other index is ever taken for it.
+    """
+
+    generation: int
+    checksum: str
+
+    def to_json(self) -> str:
+        """As it stands in the catalog."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> VectorsVersion:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+
+NO_VECTORS = VectorsVersion(0, "")

@@ -102,6 +102,7 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        self.bytes = self._temporary.stat().st_size
         ranges = _byte_ranges(self._temporary, self._checksums)
         self._temporary.rename(self._folder / self.name)
         sync_folder(self._folder)

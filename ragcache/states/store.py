@@ -16,16 +16,19 @@ import json
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomli_w
 from filelock import FileLock, Timeout
 
 from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, StoreNotFoundError
-from ragcache.settings import STORE_TOML, Settings, to_toml
+from ragcache.settings import STORE_TOML, Settings, stored_settings
 from ragcache.states.catalog import Catalog
+from ragcache.states.records import NO_VECTORS
 from ragcache.states.shard import sync_folder
 
 CATALOG = "catalog.sqlite"
@@ -57,6 +60,7 @@ class StateStore:
         self.shard_folder = path / SHARDS
         self.vector_folder = path / VECTORS
         self.catalog = Catalog(path / CATALOG, self.shard_folder)
+        self._made_settings = False
 
     @classmethod
     def exists(cls, path: Path) -> bool:
@@ -112,6 +116,7 @@ class StateStore:
                 if not cls.exists(path):
                     for leftover in path.glob(f"{CATALOG}*"):
                         leftover.unlink()
+                    store._made_settings = not (path / STORE_TOML).exists()
                     store.write_settings(settings)
                     meta = {
                         "fingerprint": identity.fingerprint,
@@ -124,9 +129,18 @@ class StateStore:
             raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
 
     def identity(self) -> StoreIdentity:
-        """What the store was made with."""
+        """What the store was made with.
+
+        Raises:
+            StoreError: the entries are gone or make no sense.
+        """
         meta = self.catalog.meta()
-        return StoreIdentity(meta["fingerprint"], meta["embedding"], tuple(json.loads(meta["prefix"])))
+        try:
+            if not isinstance(json.loads(meta["fingerprint"]), dict):
+                raise TypeError("the fingerprint is no JSON object")
+            return StoreIdentity(meta["fingerprint"], meta["embedding"], tuple(json.loads(meta["prefix"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.catalog.damaged(repr(error)) from error
 
     def check_identity(self, other: StoreIdentity, models: tuple[str, str]) -> None:
         """Refuse to serve states to another model than the one they were made with.
@@ -162,26 +176,52 @@ class StateStore:
             )
 
     def write_settings(self, settings: Settings) -> None:
-        """Write `store.toml`, whole or not at all."""
-        descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{STORE_TOML}-")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(to_toml(settings))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(self.path / STORE_TOML)
-        sync_folder(self.path)
+        """Bring `store.toml` up to date, whole or not at all; what else a user has put there stays.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        path = self.path / STORE_TOML
+        try:
+            current = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            wanted = current | stored_settings(settings)
+            if wanted == current:
+                return
+            descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{STORE_TOML}-")
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(tomli_w.dumps(wanted))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+            sync_folder(self.path)
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
     def remove_if_empty(self) -> None:
         """Delete a store that nothing was committed to. To be called by the process that holds its lock."""
-        if not self.catalog.vectors_generation():
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self.catalog.vectors() != NO_VECTORS or self.catalog.signatures() or self.catalog.shards():
+            return
+        for name in (SHARDS, VECTORS):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for file in (*self.path.glob(f"{CATALOG}*"), self.path / LOCK):
+            file.unlink(missing_ok=True)
+        if self._made_settings:
+            (self.path / STORE_TOML).unlink(missing_ok=True)
+        # The folder stays if there is something in it that is not ours.
+        with suppress(OSError):
+            self.path.rmdir()
 
     def orphans(self) -> list[Path]:
         """Finished shard files that no catalog entry points to, left by a writer that died before its commit."""
-        known = self.catalog.shard_names()
+        known = self.catalog.shards()
         files = sorted(self.shard_folder.glob("[!.]*.arrow"))
         return [file for file in files if file.name not in known]
+
+    def broken_shards(self) -> list[str]:
+        """Names of shards in the catalog whose file is gone or of another size than was written."""
+        sizes = {file.name: file.stat().st_size for file in self.shard_folder.glob("*.arrow")}
+        return [name for name, size in self.catalog.shards().items() if sizes.get(name) != size]
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from ragcache.errors import StoreError
-from ragcache.states.catalog import pack_ranges, pack_token_ids
+from ragcache.states.catalog import VECTORS_KEY, chunk_checksum, pack_ranges, pack_token_ids
 from ragcache.states.form import StateFormat
-from ragcache.states.records import ByteRange, DocumentRecord
+from ragcache.states.records import ByteRange, DocumentRecord, VectorsVersion
 from ragcache.states.shard import TEMPORARY_PREFIX, ShardEntry, ShardWriter
 from ragcache.states.store import StateStore, hold_lock
 
@@ -71,10 +71,16 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         self._lock.enter_context(hold_lock(self.store.path))
-        self._last_vector_id = self.store.catalog.last_vector_id()
-        # The lock is ours, so whatever is unfinished or unknown was left by a writer that died.
-        for leftover in [*self.store.shard_folder.glob(f"{TEMPORARY_PREFIX}*"), *self.store.orphans()]:
-            leftover.unlink(missing_ok=True)
+        try:
+            self._last_vector_id = self.store.catalog.last_vector_id()
+            # The lock is ours, so whatever is unfinished or unknown was left by a writer that died.
+            for leftover in [*self.store.shard_folder.glob(f"{TEMPORARY_PREFIX}*"), *self.store.orphans()]:
+                leftover.unlink(missing_ok=True)
+            # States that can no longer be read must not count as stored, or they would never be encoded again.
+            self.store.catalog.forget_shards(self.store.broken_shards())
+        except BaseException:
+            self._lock.close()
+            raise
         return self
 
     def __exit__(
@@ -124,14 +130,14 @@ class StoreWriter:
         self,
         documents: Sequence[tuple[DocumentRecord, Sequence[NewChunk]]],
         removed: Collection[str],
-        vectors_generation: int,
+        vectors: VectorsVersion,
     ) -> None:
         """Make documents and their states visible, together with a generation of the vector index.
 
         Args:
             documents: new or changed documents with all of their chunks; old chunks of the same ids go.
             removed: ids of documents to take out.
-            vectors_generation: index file that holds exactly the chunks visible afterwards.
+            vectors: index file that holds exactly the chunks visible afterwards.
         """
         try:
             self._finish_shard()
@@ -162,8 +168,8 @@ class StoreWriter:
                         ),
                     )
                     connection.executemany(
-                        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
-                        [self._chunk_row(document.id, chunk) for chunk in chunks],
+                        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                        [self._chunk_row(document, chunk) for chunk in chunks],
                     )
                 unused = "SELECT states FROM chunks WHERE states IS NOT NULL"
                 connection.execute(f"DELETE FROM states WHERE id NOT IN ({unused})")  # noqa: S608
@@ -171,9 +177,7 @@ class StoreWriter:
                     "SELECT name FROM shards WHERE id NOT IN (SELECT shard FROM states)"
                 ).fetchall()
                 connection.execute("DELETE FROM shards WHERE id NOT IN (SELECT shard FROM states)")
-                connection.execute(
-                    "INSERT OR REPLACE INTO meta VALUES ('vectors_generation', ?)", (str(vectors_generation),)
-                )
+                connection.execute("UPDATE meta SET value = ? WHERE key = ?", (vectors.to_json(), VECTORS_KEY))
         except OSError as error:
             raise _disk_error(self.store.path, error) from error
         self._finished, self._pending = [], set()
@@ -181,10 +185,21 @@ class StoreWriter:
             # A reader that still has the old catalog in view finds the file missing and recomputes.
             (self.store.shard_folder / name).unlink(missing_ok=True)
 
-    def _chunk_row(self, document_id: str, chunk: NewChunk) -> tuple[Any, ...]:
+    def _chunk_row(self, document: DocumentRecord, chunk: NewChunk) -> tuple[Any, ...]:
         states = self.store.catalog.find_states(chunk.key, self.format)
         token_ids = pack_token_ids(chunk.token_ids)
-        return (chunk.vector_id, chunk.chunk_id, document_id, chunk.ordinal, chunk.text, token_ids, states)
+        checksum = chunk_checksum(
+            chunk.vector_id,
+            chunk.chunk_id,
+            document.id,
+            chunk.ordinal,
+            document.title,
+            chunk.text,
+            json.dumps(document.metadata),
+            token_ids,
+        )
+        place = (chunk.vector_id, chunk.chunk_id, document.id, chunk.ordinal)
+        return (*place, chunk.text, token_ids, checksum, states)
 
     def _finish_shard(self) -> None:
         if self._shard is None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.errors import StoreError
+from ragcache.errors import VectorsError
 from ragcache.retriever.vectors import VectorIndex, Vectors, remove_other_generations
 
 
@@ -75,24 +75,42 @@ def test_an_id_with_several_vectors_counts_once(data: st.DataObject) -> None:
 def test_generations(tmp_path: Path) -> None:
     vectors, index = unit_vectors(5), VectorIndex.empty(16)
     index.add([1, 2], vectors[:2])
-    index.save(tmp_path, 1)
+    first = index.save(tmp_path, 1)
     index.add([7], vectors[2:3])
-    index.save(tmp_path, 2)
-    assert len(VectorIndex.load(tmp_path, 1)) == 2
-    assert VectorIndex.load(tmp_path, 2).search(vectors[[2]], 1)[0][0] == 7
+    second = index.save(tmp_path, 2)
+    assert len(VectorIndex.load(tmp_path, first, 16)) == 2
+    assert VectorIndex.load(tmp_path, second, 16).search(vectors[[2]], 1)[0][0] == 7
     (tmp_path / ".writing-x.faiss").touch()
     remove_other_generations(tmp_path, 2)
     assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(FileNotFoundError):
-        VectorIndex.load(tmp_path, 1)
+    with pytest.raises(VectorsError, match="cannot be read"):
+        VectorIndex.load(tmp_path, first, 16)
 
 
-def test_a_damaged_file(tmp_path: Path) -> None:
-    VectorIndex.empty(16).save(tmp_path, 1)
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(b"not an index")
-    with pytest.raises(StoreError, match="damaged"):
-        VectorIndex.load(tmp_path, 1)
+def test_an_older_file_under_a_newer_name_is_not_taken(tmp_path: Path) -> None:
+    index = VectorIndex.empty(16)
+    index.add([1], unit_vectors(1))
+    index.save(tmp_path, 1)
+    index.add([2], unit_vectors(1))
+    second = index.save(tmp_path, 2)
+    old, new = sorted(tmp_path.iterdir())
+    old.replace(new)
+    with pytest.raises(VectorsError, match="damaged"):
+        VectorIndex.load(tmp_path, second, 16)
+
+
+@given(data=st.data())
+def test_a_damaged_file_is_never_loaded(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("vectors")
+    index = VectorIndex.empty(16)
+    index.add([1, 2, 3], unit_vectors(3))
+    version = index.save(folder, 1)
+    (path,) = folder.iterdir()
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with pytest.raises(VectorsError, match="damaged"):
+        VectorIndex.load(folder, version, 16)
 
 
 def test_an_empty_index_finds_nothing() -> None:

@@ -12,7 +12,7 @@ import torch
 from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, StoreNotFoundError
 from ragcache.settings import load_settings
 from ragcache.states.form import hidden_format
-from ragcache.states.records import DocumentRecord
+from ragcache.states.records import DocumentRecord, VectorsVersion
 from ragcache.states.shard import ShardEntry
 from ragcache.states.store import StateStore, StoreIdentity
 from ragcache.states.writer import NewChunk, StoreWriter
@@ -49,7 +49,7 @@ def add(store: StateStore, name: str, keys: list[str], generation: int) -> None:
         for key in keys:
             if not writer.has(key):
                 put(writer, key)
-        writer.commit([document(writer, name, keys)], [], generation)
+        writer.commit([document(writer, name, keys)], [], VectorsVersion(generation, ""))
 
 
 def read_all(store: StateStore) -> list[object]:
@@ -83,7 +83,7 @@ def test_committed_chunks_come_back(store: StateStore) -> None:
     assert second.states.key == "k1"
     assert second.states.format == FORMAT.to_json()
     assert [r.length for r in second.states.ranges] == [16, 4 * FORMAT.row_bytes(1)]
-    assert store.catalog.vectors_generation() == 1
+    assert store.catalog.vectors().generation == 1
     assert store.catalog.signatures() == {"a": "signature of a"}
     assert load_settings(store.path).chunk_tokens == 77
 
@@ -91,7 +91,7 @@ def test_committed_chunks_come_back(store: StateStore) -> None:
 def test_vector_ids_are_never_used_again(store: StateStore) -> None:
     add(store, "a", ["k1", "k2"], 1)
     with open_writer(store) as writer:
-        writer.commit([], ["a"], 2)
+        writer.commit([], ["a"], VectorsVersion(2, ""))
     add(store, "b", ["k3"], 3)
     assert store.catalog.vector_ids(["b"]) == [3]
 
@@ -112,9 +112,9 @@ def test_an_exception_rolls_everything_back(store: StateStore) -> None:
         put(writer, "k2")
         record, chunks = document(writer, "b", ["k2"])
         with pytest.raises(sqlite3.IntegrityError):
-            writer.commit([(record, [chunks[0], chunks[0]])], ["a"], 2)
+            writer.commit([(record, [chunks[0], chunks[0]])], ["a"], VectorsVersion(2, ""))
     assert [c.chunk_id for c in store.catalog.chunks_by_id(["a#0", "b#0"])] == ["a#0"]
-    assert store.catalog.vectors_generation() == 1
+    assert store.catalog.vectors().generation == 1
     assert len(list(store.shard_folder.iterdir())) == 1
 
 
@@ -125,7 +125,7 @@ def test_replacing_and_removing_documents(store: StateStore) -> None:
     assert store.catalog.find_states("k1", FORMAT) is None
     assert store.catalog.find_states("k2", FORMAT) is not None
     with open_writer(store) as writer:
-        writer.commit([], ["a", "b"], 4)
+        writer.commit([], ["a", "b"], VectorsVersion(4, ""))
     assert store.catalog.counts() == {"documents": 0, "chunks": 0}
     assert store.catalog.sizes()["state_bytes"] == 0
     assert not list(store.shard_folder.iterdir())
@@ -137,7 +137,7 @@ def test_equal_chunks_share_states(store: StateStore) -> None:
     first, second = store.catalog.chunks_by_id(["a#0", "b#0"])
     assert first.states == second.states
     with open_writer(store) as writer:
-        writer.commit([], ["a"], 3)
+        writer.commit([], ["a"], VectorsVersion(3, ""))
     assert store.catalog.chunks_by_id(["b#0"])[0].states == second.states
     assert second.states is not None
     assert second.states.shard.exists()
