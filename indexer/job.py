@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ragcache.errors import SourceError, VectorsError
 from ragcache.indexer.encoder import StateEncoder
@@ -50,7 +51,7 @@ def signature(document: Document, source: str, settings_digest: str) -> str:
     parts = [source, document.id, document.title, document.text, document.metadata, settings_digest]
     try:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise SourceError(f"{source}: metadata of document {document.id!r} is not JSON: {error}") from error
 
 
@@ -75,11 +76,17 @@ def plan_run(
         SourceError: a document cannot be read or makes no sense, or there are no documents at all.
     """
     known = store.catalog.signatures() if store else {}
+    sources = store.catalog.sources() if store else {}
     incomplete = store.catalog.documents_without_states(store.broken_shards()) if store else set()
     seen: set[str] = set()
     changed: list[str] = []
     for document in checked(documents, source):
         seen.add(document.id)
+        if _of_another_folder(other := sources.get(document.id, source), source):
+            raise SourceError(
+                f"{document.id!r} is in the store already, from {other}; rename one of the two folders, or index the "
+                "folder that holds both"
+            )
         if known.get(document.id) != signature(document, source, settings_digest) or document.id in incomplete:
             changed.append(document.id)
     mine = store.catalog.signatures(source) if store and remove_missing else {}
@@ -90,6 +97,11 @@ def plan_run(
         unchanged=len(seen) - len(changed),
         removed=[document_id for document_id in mine if document_id not in seen],
     )
+
+
+def _of_another_folder(other: str, source: str) -> bool:
+    """Whether two sources are folders that both exist: equal ids are then different files. A moved folder is not."""
+    return other != source and Path(other).is_dir() and Path(source).is_dir()
 
 
 @dataclass
@@ -140,7 +152,7 @@ class IndexJob:
         self.progress.start(len(plan.changed))
         chunks, empty = 0, []
         waiting = set(plan.changed)
-        for document in documents:
+        for document in checked(documents, plan.source) if waiting else ():
             if document.id not in waiting:
                 continue
             waiting.remove(document.id)

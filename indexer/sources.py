@@ -69,7 +69,7 @@ def open_source(location: str) -> Source:
         return TextFolder(path)
     if path.is_file():
         if path.suffix != ".jsonl":
-            raise SourceError(f"source {location!r} is not a .jsonl file; give one, or a folder of text files")
+            raise SourceError(f"source {location!r} is not a .jsonl file; give one, or the folder of a text file")
         return JsonLines(path)
     raise SourceError(
         f"source {location!r} does not exist; give a folder of text or Markdown files, a .jsonl file or {PYDOC_TOPICS}"
@@ -84,10 +84,15 @@ def checked(documents: Iterable[Document], source: str) -> Iterator[Document]:
         source: name of the source, for messages.
 
     Raises:
-        SourceError: an id is empty or comes twice, a text is no Unicode, or there are no documents at all.
+        SourceError: an id is empty or comes twice, a text is no text or no Unicode, or there are no documents at all.
     """
     seen: set[str] = set()
     for document in documents:
+        if not isinstance(document, Document):
+            raise SourceError(f"{source}: {type(document).__name__} is no Document; give ragcache.Document objects")
+        for name in ("id", "text", "title"):
+            if not isinstance(getattr(document, name), str):
+                raise SourceError(f"{source}: {name!r} of document {document.id!r} must be text")
         if not document.id:
             raise SourceError(f"{source}: a document has an empty id; give each one a unique id")
         if document.id in seen:
@@ -129,7 +134,7 @@ class JsonLines:
     def __iter__(self) -> Iterator[Document]:
         """Documents in file order."""
         try:
-            with self._path.open(encoding="utf-8") as lines:
+            with self._path.open(encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield self._document(number, line)
@@ -142,8 +147,10 @@ class JsonLines:
         where = f"{self._path}, line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SourceError(f"{where}: not JSON ({error.msg}); give one object per line") from error
+        except (ValueError, RecursionError) as error:
+            # Beside plain mistakes: numbers of thousands of digits, brackets nested thousands deep.
+            reason = getattr(error, "msg", error)
+            raise SourceError(f"{where}: not JSON ({reason}); give one object per line") from error
         if not isinstance(record, dict):
             raise SourceError(f"{where}: not a JSON object; give {{'id', 'text', 'metadata'}}")
         for name, kinds in (("id", (str, int)), ("text", (str,))):
@@ -173,8 +180,11 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _read_text(path: Path) -> str:
+    # A pipe would be waited for without end.
+    if path.exists() and not path.is_file():
+        raise SourceError(f"{path} is no regular file; move it out of the folder")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} is not UTF-8 text ({error.reason}); convert it or move it out") from error
     except OSError as error:

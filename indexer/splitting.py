@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragcache.errors import SettingsError
 from ragcache.indexer.sources import Document
 from ragcache.prompt.template import PromptTemplate
 
@@ -30,12 +29,7 @@ class Splitter:
             template: counts tokens and puts headers in front of chunks.
             chunk_tokens: most tokens of a chunk, header included.
             overlap: tokens that neighbouring chunks share.
-
-        Raises:
-            SettingsError: the overlap is not smaller than the chunk.
         """
-        if overlap >= chunk_tokens:
-            raise SettingsError(f"chunk_overlap ({overlap}) must be smaller than chunk_tokens ({chunk_tokens})")
         self._template = template
         self._chunk_tokens = chunk_tokens
         self._overlap = overlap

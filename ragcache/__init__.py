@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Importing torch and transformers takes seconds, which `ragcache --help` and a mistyped path need not wait for.
+    if name == "__version__":
+        return version("ragcache")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'ragcache' has no attribute {name!r}")

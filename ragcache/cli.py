@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +16,21 @@ from ragcache.errors import RagCacheError
 from ragcache.settings import load_settings
 from ragcache.states.store import StateStore
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ragcache {version('ragcache')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     help="RAG without prefilling the documents: KV caches rebuilt from stored hidden states.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-to_stderr = Console(stderr=True, highlight=False)
-to_stdout = Console(highlight=False)
+to_stderr = Console(stderr=True, highlight=False, emoji=False)
+to_stdout = Console(highlight=False, emoji=False)
 
 Store = Annotated[Path, typer.Option("--store", help="Folder of the state store.")]
 Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file or alias (smollm2-135m).")]
@@ -33,6 +41,15 @@ TrustRemoteCode = Annotated[
     bool | None, typer.Option("--trust-remote-code", help="Let a model folder run its own Python code.")
 ]
 TopK = Annotated[int | None, typer.Option(help="Chunks to retrieve.")]
+
+
+@app.callback()
+def common(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of no command in particular."""
 
 
 @app.command()
@@ -68,7 +85,7 @@ def index(
     for _ in checked(opened, opened.name):
         pass
 
-    from ragcache.console import IndexingProgress, loading
+    from ragcache.console import IndexingProgress, loading, printable
 
     with loading(to_stderr) as on_stage:
         from ragcache.pipeline import RagCache
@@ -78,12 +95,14 @@ def index(
         report = cache.index(opened, source=opened.name, remove_missing=True, progress=progress)
     to_stdout.print(
         f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged, {report.removed} removed; "
-        f"{report.chunks} chunks, {report.encoded_tokens:,} tokens encoded in {report.seconds:.1f} s"
+        f"{report.chunks} chunks, {report.encoded_tokens:,} tokens encoded in {report.seconds:.1f} s",
+        soft_wrap=True,
     )
     if report.reembedded:
-        to_stderr.print(f"the vector index was missing or damaged: {report.reembedded} chunks were embedded again")
+        line = f"the vector index was missing or damaged: {report.reembedded} chunks were embedded again"
+        to_stderr.print(line, soft_wrap=True)
     if report.empty:
-        to_stderr.print(f"without any text: {', '.join(report.empty)}", markup=False)
+        to_stderr.print(f"without any text: {printable(', '.join(report.empty))}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -197,7 +216,9 @@ def main() -> None:
     try:
         app()
     except RagCacheError as error:
-        to_stderr.print(f"error: {error}", markup=False, soft_wrap=True)
+        from ragcache.console import printable
+
+        to_stderr.print(f"error: {printable(' '.join(str(error).split()))}", markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         to_stderr.print("interrupted; what was committed before is intact")

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from ragcache.model.loading import OnStage
     from ragcache.stream import AnswerStream
 
+CONTROL_CHARACTERS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
+
+PLAIN_INTERVAL = 10
+"""Seconds between progress lines where there is no terminal to draw a bar on."""
+
 LOADING_STAGES = 5
 """Stages that opening a store reports when nothing has to be converted."""
 
@@ -41,9 +46,11 @@ def loading(console: Console) -> Iterator[OnStage]:
 
 
 class IndexingProgress:
-    """Documents done, chunks, tokens per second, time left."""
+    """Documents done, chunks, tokens per second, time left: a bar on a terminal, else a line now and then."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next_line = PLAIN_INTERVAL
         self._progress = Progress(
             TextColumn("encoding"),
             BarColumn(),
@@ -53,6 +60,7 @@ class IndexingProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
+            disable=not console.is_terminal,
         )
         self._chunks = 0
         self._tokens = 0
@@ -66,6 +74,8 @@ class IndexingProgress:
 
     def start(self, documents: int) -> None:
         """The run begins; so many documents are to be encoded."""
+        if not documents:
+            self._progress.stop()
         self._task = self._progress.add_task("", total=documents, chunks=0, rate=0.0)
 
     def advance(self, documents: int, chunks: int, tokens: int) -> None:
@@ -75,6 +85,14 @@ class IndexingProgress:
         elapsed = self._progress.tasks[self._task].elapsed or 0.0
         rate = self._tokens / elapsed if elapsed else 0.0
         self._progress.update(self._task, advance=documents, chunks=self._chunks, rate=rate)
+        if not self._console.is_terminal and elapsed > self._next_line:
+            self._next_line = int(elapsed) + PLAIN_INTERVAL
+            task = self._progress.tasks[self._task]
+            self._console.print(
+                f"encoding: {task.completed:.0f} of {task.total:.0f} documents, {self._chunks} chunks, "
+                f"{rate:,.0f} tokens/s, {elapsed:.0f} s",
+                soft_wrap=True,
+            )
 
 
 def _quiet_libraries() -> None:
@@ -85,23 +103,31 @@ def _quiet_libraries() -> None:
     logging.set_verbosity_error()
 
 
+def printable(text: str) -> str:
+    """Text of a model or of a document, without what would steer the terminal."""
+    return text.translate(CONTROL_CHARACTERS)
+
+
 def print_answer(console: Console, stream: AnswerStream) -> Answer:
     """Print an answer as it comes, then its sources, counts and times."""
     for piece in stream:
-        console.print(piece, end="", markup=False, soft_wrap=True)
+        console.print(printable(piece), end="", markup=False, soft_wrap=True)
     answer = stream.answer
     tokens, times = answer.tokens, answer.timings_ms
     console.print()
     for source in answer.sources:
-        console.print(f"  {source.score:.2f}  {source.chunk_id}", markup=False, style="dim")
+        console.print(f"  {source.score:.2f}  {printable(source.chunk_id)}", markup=False, style="dim", soft_wrap=True)
     for miss in answer.misses:
-        console.print(f"  recomputed {miss.chunk_id}: {miss.detail} ({miss.reason})", markup=False, style="yellow")
+        line = printable(f"  recomputed {miss.chunk_id}: {miss.detail} ({miss.reason})")
+        console.print(line, markup=False, style="yellow", soft_wrap=True)
     for chunk_id in answer.dropped:
-        console.print(f"  dropped {chunk_id}: no room in the context window", markup=False, style="yellow")
+        line = printable(f"  dropped {chunk_id}: no room in the context window")
+        console.print(line, markup=False, style="yellow", soft_wrap=True)
     console.print(
         f"  {tokens.restored:,} tokens restored, {tokens.prefilled:,} prefilled, {tokens.generated} generated; "
         f"TTFT {times.ttft:.0f} ms (retrieve {times.retrieve:.0f}, read {times.read:.0f}, restore {times.restore:.0f}, "
         f"prefill {times.prefill:.0f})",
         style="dim",
+        soft_wrap=True,
     )
     return answer

@@ -62,5 +62,13 @@ class QuestionError(RagCacheError):
     """The question is empty, no Unicode, or alone too long for the model's context window."""
 
 
+class PassageError(RagCacheError):
+    """A passage from outside the store cannot be used."""
+
+
+class StreamClosedError(RagCacheError):
+    """An answer was asked of a stream that was closed before its end."""
+
+
 class DocumentNotFoundError(RagCacheError):
     """The store holds no document of that id."""

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.answer import Answer
-from ragcache.errors import DocumentNotFoundError, QuestionError, StoreError, StoreNotFoundError
+from ragcache.errors import (
+    DocumentNotFoundError,
+    PassageError,
+    QuestionError,
+    SettingsError,
+    StoreError,
+    StoreNotFoundError,
+)
 from ragcache.generate.engine import Engine
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.indexer.encoder import StateEncoder
@@ -54,6 +61,7 @@ class RagCache:
         self.model = model
         self.embedder = embedder
         self.template = PromptTemplate(model.tokenizer, settings.system_prompt)
+        _check_room(len(self.template.prefix), settings.chunk_tokens, model.context_window)
         self.engine = Engine(model, self.template.prefix, settings.codec, settings.reader_threads)
         self._lock = threading.Lock()
         self._store: StateStore | None = None
@@ -136,12 +144,14 @@ class RagCache:
         store.write_settings(self.settings)
         return report
 
-    def delete(self, document_ids: Sequence[str]) -> None:
-        """Take documents out of the store.
+    def delete(self, document_ids: str | Sequence[str]) -> None:
+        """Take documents out of the store, given one id or several.
 
         Raises:
             DocumentNotFoundError: there is no document of an id; nothing was removed.
         """
+        if isinstance(document_ids, str):
+            document_ids = [document_ids]
         known = self.store.catalog.signatures()
         if unknown := [i for i in document_ids if i not in known]:
             raise DocumentNotFoundError(f"no document {unknown[0]!r} in {self.path}; nothing was removed")
@@ -202,7 +212,12 @@ class RagCache:
             title: shown to the model when the store does not have it.
             text: the passage.
             score: its relevance.
+
+        Raises:
+            PassageError: it is no Unicode.
         """
+        if not _is_unicode(chunk_id + title + text):
+            raise PassageError(f"passage {chunk_id!r} holds half a surrogate pair; give valid Unicode")
         for stored in self._store.catalog.chunks_by_id([chunk_id]) if self._store else []:
             if stored.text.strip() == text.strip():
                 return context_chunk(RetrievedChunk(stored, score))
@@ -291,10 +306,30 @@ class RagCache:
                 raise
 
 
+def _check_room(prefix: int, chunk: int, window: int) -> None:
+    if prefix >= window:
+        raise SettingsError(
+            f"the system prompt takes {prefix} tokens, and the model's context window is {window}; shorten it"
+        )
+    if prefix + chunk >= window:
+        raise SettingsError(
+            f"chunk_tokens is {chunk}, and beside the system prompt the model's context window of {window} has room "
+            f"for {window - prefix}; choose a smaller chunk_tokens"
+        )
+
+
 def _check_question(question: str) -> None:
+    if not isinstance(question, str):
+        raise QuestionError(f"the question is no text but {type(question).__name__}; give a str")
     if not question.strip():
         raise QuestionError("the question is empty; ask something")
+    if not _is_unicode(question):
+        raise QuestionError("the question holds half a surrogate pair; send valid Unicode")
+
+
+def _is_unicode(text: str) -> bool:
     try:
-        question.encode()
-    except UnicodeEncodeError as error:
-        raise QuestionError("the question holds half a surrogate pair; send valid Unicode") from error
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

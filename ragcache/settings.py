@@ -5,11 +5,13 @@ Precedence: argument > `RAGCACHE_*` environment variable > `store.toml` of the o
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from platformdirs import user_cache_path
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -20,6 +22,7 @@ from pydantic_settings import (
 from ragcache.errors import SettingsError
 
 STORE_TOML = "store.toml"
+ENVIRONMENT_PREFIX = "RAGCACHE_"
 
 DEFAULT_SYSTEM_PROMPT = (
     "You answer questions with the help of the passages given, and say so when they do not hold the answer."
@@ -49,11 +52,19 @@ class QueryOptions(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**63, description="Makes drawing repeatable")
     stop: tuple[str, ...] = Field((), description="Texts that end the answer; they are not part of it")
 
+    @field_validator("*")
+    @classmethod
+    def _is_unicode(cls, value: Any) -> Any:
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError("it holds half a surrogate pair")
+        return value
+
 
 class Settings(BaseSettings, QueryOptions):
     """Settings of one opened store and of the queries against it."""
 
-    model_config = SettingsConfigDict(env_prefix="RAGCACHE_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, extra="ignore", frozen=True)
 
     # What the store's content depends on (STORED_SETTINGS).
     model: str = Field("smollm2-135m", description="Hub id, local folder, .gguf file or alias of the language model")
@@ -118,12 +129,21 @@ def load_settings(store: Path | None = None, **arguments: Any) -> Settings:
 
     if unknown := sorted(set(arguments) - set(Settings.model_fields)):
         raise SettingsError(f"unknown setting {unknown[0]!r}; known: {', '.join(Settings.model_fields)}")
+    for variable in sorted(os.environ):
+        name = variable.upper().removeprefix(ENVIRONMENT_PREFIX)
+        if variable.upper().startswith(ENVIRONMENT_PREFIX) and name.lower() not in Settings.model_fields:
+            logging.getLogger(__name__).warning("the environment variable %s is not a setting of ragcache", variable)
     try:
-        return BoundSettings(**{name: value for name, value in arguments.items() if value is not None})
+        settings = BoundSettings(**{name: value for name, value in arguments.items() if value is not None})
     except ValidationError as error:
         raise _first_fault(error) from error
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SettingsError(f"settings cannot be read: {error}; check {toml_file} and RAGCACHE_* variables") from error
+    if settings.chunk_overlap >= settings.chunk_tokens:
+        raise SettingsError(
+            f"chunk_overlap ({settings.chunk_overlap}) must be smaller than chunk_tokens ({settings.chunk_tokens})"
+        )
+    return settings
 
 
 def query_options(settings: Settings, **arguments: Any) -> QueryOptions:
@@ -149,4 +169,4 @@ def _first_fault(error: ValidationError) -> SettingsError:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     reason = first["msg"][:1].lower() + first["msg"][1:]
-    return SettingsError(f"setting {name!r} cannot be {first['input']!r}: {reason}")
+    return SettingsError(f"setting {name!r} cannot be {first['input']!r}: {reason.removeprefix('value error, ')}")

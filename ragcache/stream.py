@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragcache.answer import Answer, MissedChunk, Source, Timings, TokenCounts
+from ragcache.errors import StreamClosedError
 from ragcache.generate.decode import FinishReason, decode
 from ragcache.generate.engine import Engine, PreparedPrompt
 from ragcache.generate.sampling import SamplingParameters
@@ -81,11 +82,15 @@ class AnswerStream:
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; what has not come yet is generated first."""
+        """The whole answer; what has not come yet is generated first.
+
+        Raises:
+            StreamClosedError: the stream was closed before its end.
+        """
         for _ in self:
             pass
         if self._answer is None:
-            raise RuntimeError("the stream was closed before the answer was complete")
+            raise StreamClosedError("the stream was closed before the answer was complete; ask again")
         return self._answer
 
     def _run(

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from ragcache.answer import Answer
 from ragcache.errors import QuestionError, RagCacheError, SettingsError
@@ -36,6 +37,15 @@ def create_app(cache: RagCache) -> FastAPI:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         return _problem(422, "ValidationError", f"{where}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    def on_refused(request: Request, error: HTTPException) -> JSONResponse:
+        return _problem(error.status_code, "HTTPException", f"{request.method} {request.url.path}: {error.detail}")
+
+    @app.exception_handler(Exception)
+    def on_fault(request: Request, error: Exception) -> JSONResponse:
+        # Starlette logs the traceback; the client has no use for it.
+        return _problem(500, "InternalError", "the server failed on this request; its log says why")
 
     @app.post("/v1/query", response_model=Answer, responses={400: {"model": Problem}, 503: {"model": Problem}})
     def query(request: QueryRequest) -> Any:
@@ -66,6 +76,9 @@ def _events(stream: AnswerStream) -> Iterator[str]:
         yield _event({"type": "answer", **stream.answer.model_dump(mode="json")})
     except RagCacheError as error:
         yield _event({"type": "error", "error": type(error).__name__, "message": str(error)})
+    except Exception:
+        yield _event({"type": "error", "error": "InternalError", "message": "the server failed; its log says why"})
+        raise
     finally:
         stream.close()
     yield "data: [DONE]\n\n"

@@ -22,7 +22,7 @@ class QueryRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] | None = None
+    stop: list[str] | None = None
 
     def options(self) -> dict[str, Any]:
         """The options that were given."""

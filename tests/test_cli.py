@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
 
+import ragcache
 from ragcache.cli import main
+from ragcache.console import IndexingProgress, printable
 
 
 class Outcome(NamedTuple):
@@ -209,3 +213,31 @@ def test_an_interrupt_says_that_all_is_well(
     outcome = run("index", corpus, "--store", tmp_path / "s")
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
+
+
+def test_what_a_model_or_document_says_does_not_steer_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\r\x07\x9bc\td\n☃:smile:") == "a[2Jbc\td\n☃:smile:"
+
+
+def test_texts_are_printed_as_they_are(run: Run, tmp_path: Path, tiny: list[object], store: Path) -> None:
+    folder = tmp_path / "[bold]:100:\x1b[2J"
+    folder.mkdir()
+    (folder / "a.md").write_text("Text.")
+    assert run("index", folder, "--store", tmp_path / "odd", *tiny).code == 0
+    printed = run("query", "What?", "--store", tmp_path / "odd", "--max-tokens", 1)
+    assert "[bold]:100:[2J/a.md#0" in printed.out
+    check_refused(run("serve", "--store", store, "--port", -1), ":-1:")
+
+
+def test_progress_without_a_terminal_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache.console.PLAIN_INTERVAL", 0)
+    console = Console(file=io.StringIO(), emoji=False)
+    with IndexingProgress(console) as progress:
+        progress.start(3)
+        progress.advance(1, 4, 1000)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.startswith("encoding: 1 of 3 documents, 4 chunks, ")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out == f"ragcache {ragcache.__version__}\n"

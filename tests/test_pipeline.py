@@ -5,17 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragcache import Document, RagCache
 from ragcache.errors import (
     DocumentNotFoundError,
+    PassageError,
     QuestionError,
     SettingsError,
+    SourceError,
     StoreError,
     StoreMismatchError,
     StoreNotFoundError,
+    StreamClosedError,
 )
 from ragcache.model.language_model import LanguageModel
 from ragcache.retriever.embedding import Embedder
@@ -74,7 +78,7 @@ def test_a_closed_stream_stops(cache: RagCache) -> None:
     next(stream)
     stream.close()
     assert list(stream) == []
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(StreamClosedError, match="closed"):
         _ = stream.answer
     # Its KV cache is free again.
     assert cache.query("Which ships passed?").answer
@@ -249,3 +253,44 @@ def test_open_loads_by_settings(tiny_folder: Callable[[str], Path], tmp_path: Pa
     again = RagCache.open(tmp_path / "s", max_tokens=4)
     assert again.settings.model == str(tiny_folder("qwen2"))
     assert again.query("ships").answer == cache.query("ships").answer
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"system_prompt": "Be brief. " * 5000}, "shorten it"),
+        ({"chunk_tokens": 10**6}, "smaller chunk_tokens"),
+        ({"chunk_tokens": 64, "chunk_overlap": 64}, "must be smaller"),
+    ],
+)
+def test_settings_that_leave_no_room(open_tiny: OpenTiny, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        open_tiny(**settings)
+
+
+@pytest.mark.parametrize("question", [None, 5, b"ships", ["ships"]])
+def test_questions_of_other_types(cache: RagCache, question: Any) -> None:
+    with pytest.raises(QuestionError, match="no text"):
+        cache.query(question)
+
+
+@pytest.mark.parametrize("documents", [["text"], [Document("a", None)], [Document(3, "text")], [{"id": "a"}]])  # type: ignore[arg-type]
+def test_documents_of_other_types(cache: RagCache, documents: Any) -> None:
+    with pytest.raises(SourceError):
+        cache.index(documents)
+    assert set(cache.store.catalog.signatures()) == {"doc-0", "doc-1", "doc-2"}
+
+
+def test_passages_that_are_no_unicode(cache: RagCache) -> None:
+    with pytest.raises(PassageError, match="surrogate"):
+        cache.find_chunk("id", "title", "half a pair: \ud800", 1.0)
+
+
+def test_one_id_may_be_deleted_by_itself(cache: RagCache) -> None:
+    cache.delete("doc-1")
+    assert set(cache.store.catalog.signatures()) == {"doc-0", "doc-2"}
+
+
+def test_found_chunks_print_short(cache: RagCache) -> None:
+    (hit,) = cache.retrieve("ships", 1)
+    assert len(repr(hit)) < len(hit.chunk.text) + 400

@@ -71,3 +71,21 @@ def test_query_options() -> None:
     assert (options.top_k, options.temperature, options.max_tokens, options.stop) == (7, 0.5, 3, ("x",))
     with pytest.raises(SettingsError, match="max_tokens"):
         query_options(settings, max_tokens=0)
+
+
+def test_a_variable_that_is_no_setting_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAGCACHE_TPO_K", "1")
+    monkeypatch.setenv("RAGCACHE_TOP_K", "2")
+    assert load_settings().top_k == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "the environment variable RAGCACHE_TPO_K is not a setting of ragcache"
+    ]
+
+
+def test_texts_are_unicode() -> None:
+    with pytest.raises(SettingsError, match="surrogate"):
+        load_settings(system_prompt="half a pair: \udcff")
+    with pytest.raises(SettingsError, match="surrogate"):
+        query_options(load_settings(), stop=["fine", "\ud800"])

@@ -46,7 +46,9 @@ class Sampler:
         """
         if self._parameters.temperature == 0:
             return int(logits.argmax())
-        probabilities = torch.softmax(logits.cpu() / self._parameters.temperature, dim=-1)
+        # The largest becomes 0 and the type is double, so that the smallest temperature gives no infinity less itself.
+        scores = (logits - logits.max()).cpu().double() / self._parameters.temperature
+        probabilities = torch.softmax(scores, dim=-1)
         if self._parameters.top_p < 1:
             ordered, indices = probabilities.sort(descending=True)
             # A token stays when those before it do not reach top_p yet; so the first always stays.

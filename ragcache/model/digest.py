@@ -6,7 +6,11 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from ragcache.errors import SettingsError
 
 
 def file_digest(path: Path, cache_folder: Path) -> str:
@@ -14,6 +18,9 @@ def file_digest(path: Path, cache_folder: Path) -> str:
 
     Remembered in `cache_folder/digests.json` under the file's real path together with its size, modification
     and change time; any of them differing means reading the file again.
+
+    Raises:
+        SettingsError: the cache folder cannot be used.
     """
     path = path.resolve()
     stat = path.stat()
@@ -32,8 +39,9 @@ def file_digest(path: Path, cache_folder: Path) -> str:
 
 def _read(path: Path) -> dict[str, dict[str, object]]:
     try:
-        entries = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        with cache_folder_in_use(path.parent):
+            entries = json.loads(path.read_text()) if path.exists() else {}
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(entries, dict):
         return {}
@@ -43,8 +51,21 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
 
 
 def _write(path: Path, entries: dict[str, dict[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".digests-")
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(entries, file)
-    Path(temporary).replace(path)
+    with cache_folder_in_use(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".digests-")
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(entries, file)
+        Path(temporary).replace(path)
+
+
+@contextmanager
+def cache_folder_in_use(folder: Path) -> Iterator[None]:
+    """Say what to do when the cache folder cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(
+            f"the cache folder {folder} cannot be used: {error.strerror or error}; "
+            "see to its permissions and space, or set RAGCACHE_CACHE_FOLDER to another one"
+        ) from error

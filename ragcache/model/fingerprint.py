@@ -7,9 +7,13 @@ repository moves on. Here two models are the same only when weights, tokenizer, 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from ragcache.model.digest import file_digest
 from ragcache.model.resolve import weight_files
@@ -47,6 +51,8 @@ class Fingerprint:
         weights: sha256 over the digests of all weight files.
         tokenizer: sha256 over the digests of the tokenizer's files.
         dtype: precision the model computes in.
+        code: sha256 over the digests of the Python files that came with the model; empty when transformers' own
+            code runs it.
         state_format: `STATE_FORMAT` of the code that encoded the states.
     """
 
@@ -54,6 +60,7 @@ class Fingerprint:
     weights: str
     tokenizer: str
     dtype: str
+    code: str = ""
     state_format: int = STATE_FORMAT
 
     @property
@@ -75,7 +82,14 @@ class Fingerprint:
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
 
 
-def model_fingerprint(path: Path, dtype: str, cache_folder: Path) -> Fingerprint:
+def code_files(module: PreTrainedModel) -> list[Path]:
+    """The Python files of a model that brings its own code; none where the class is transformers' own."""
+    if type(module).__module__.partition(".")[0] == "transformers":
+        return []
+    return sorted(Path(inspect.getfile(type(module))).parent.glob("*.py"))
+
+
+def model_fingerprint(path: Path, dtype: str, cache_folder: Path, code: Sequence[Path] = ()) -> Fingerprint:
     """Fingerprint of a model computing in `dtype`.
 
     Args:
@@ -83,6 +97,7 @@ def model_fingerprint(path: Path, dtype: str, cache_folder: Path) -> Fingerprint
             weights and tokenizer, so its digest stands for all three and does not depend on who converted it.
         dtype: precision the model computes in.
         cache_folder: where digests of files are remembered, so that only the first load reads every byte.
+        code: Python files that came with the model and run it.
     """
     if path.is_file():
         digest = file_digest(path, cache_folder)
@@ -95,9 +110,10 @@ def model_fingerprint(path: Path, dtype: str, cache_folder: Path) -> Fingerprint
         weights=_combined(weight_files(path), cache_folder),
         tokenizer=_combined(tokenizer, cache_folder),
         dtype=dtype,
+        code=_combined(code, cache_folder) if code else "",
     )
 
 
-def _combined(files: list[Path], cache_folder: Path) -> str:
+def _combined(files: Sequence[Path], cache_folder: Path) -> str:
     digests = "\n".join(f"{file.name} {file_digest(file, cache_folder)}" for file in files)
     return hashlib.sha256(digests.encode()).hexdigest()

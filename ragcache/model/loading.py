@@ -16,11 +16,14 @@ from ragcache.errors import ModelError, UnsupportedModelError
 from ragcache.model.attention import SUPPORTED_FAMILIES, find_decoder
 from ragcache.model.capture import install_hooks
 from ragcache.model.certify import certify
-from ragcache.model.fingerprint import model_fingerprint
+from ragcache.model.fingerprint import code_files, model_fingerprint
 from ragcache.model.forward import ATTENTION_NAME
-from ragcache.model.gguf import convert, converted_folder
+from ragcache.model.gguf import convert, find_conversion
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.resolve import resolve
+
+FAMILY_FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a family that is built otherwise, or configured without sense, may raise anywhere in its own code."""
 
 OnStage = Callable[[str], None]
 """Called with a few words each time loading goes on to something that takes a while."""
@@ -53,7 +56,7 @@ def load_language_model(
     on_stage(f"finding {name}")
     path = folder = resolve(name, trust_remote_code=trust_remote_code)
     if path.is_file():
-        if not converted_folder(path, dtype, cache_folder).is_dir():
+        if find_conversion(path, dtype, cache_folder) is None:
             on_stage(f"de-quantising {path.name} (once)")
         folder = convert(path, dtype, cache_folder)
     torch_dtype: torch.dtype = getattr(torch, dtype)
@@ -74,7 +77,7 @@ def load_language_model(
         module=module,
         tokenizer=tokenizer,
         decoder=decoder,
-        fingerprint=model_fingerprint(path, dtype, cache_folder),
+        fingerprint=model_fingerprint(path, dtype, cache_folder, code_files(module)),
         dtype=torch_dtype,
         device=torch_device,
         context_window=int(module.config.max_position_embeddings),
@@ -83,8 +86,7 @@ def load_language_model(
     on_stage("certifying restored KV")
     try:
         certify(model)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # A family that is built otherwise can fail anywhere in its own code.
+    except FAMILY_FAULTS as error:
         raise UnsupportedModelError(
             f"model type {_model_type(folder)!r} cannot be run: {type(error).__name__}, {_first_line(error)}; "
             f"supported are {SUPPORTED_FAMILIES}"
@@ -104,6 +106,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ModelError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {name!r} is not available on this machine; use --device cpu")
     return device
@@ -115,11 +119,10 @@ def _check_architecture(folder: Path, trust_remote_code: bool) -> None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        model_type = _model_type(folder)
+    except (*FAMILY_FAULTS, OSError, ImportError) as error:
         raise UnsupportedModelError(
-            f"model type {model_type!r} in {folder} cannot be loaded as a causal language model; "
-            f"supported are {SUPPORTED_FAMILIES}"
+            f"model type {_model_type(folder)!r} in {folder} cannot be loaded as a causal language model: "
+            f"{_first_line(error)}; supported are {SUPPORTED_FAMILIES}"
         ) from error
     find_decoder(skeleton, torch.float32, torch.device("meta"))
 
@@ -151,10 +154,7 @@ def _eos_ids(module: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 
 
 def _model_type(folder: Path) -> str:
-    try:
-        return str(json.loads((folder / "config.json").read_text()).get("model_type", "unknown"))
-    except json.JSONDecodeError:
-        return "unknown"
+    return str(json.loads((folder / "config.json").read_text()).get("model_type", "unknown"))
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,6 +120,12 @@ def _checked(path: Path) -> Path:
         return path
     if not (path / "config.json").is_file():
         raise UnsupportedModelError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    try:
+        whole = isinstance(json.loads((path / "config.json").read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise UnsupportedModelError(f"{path / 'config.json'} is damaged: not a JSON object; get the model again")
     if not weight_files(path):
         pickles = [file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES]
         if pickles:

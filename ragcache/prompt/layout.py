@@ -53,6 +53,8 @@ def lay_out(
 ) -> Layout:
     """Place chunks in the order given; when they do not all fit, those of the lowest scores are left out.
 
+    A chunk that is too long by itself does not take those of lower scores with it.
+
     Args:
         prefix: ids of the prefix.
         chunks: ids of each chunk offered.
@@ -62,7 +64,7 @@ def lay_out(
         max_tokens: room wanted for the answer; it keeps chunks out of at most half of what the question leaves.
 
     Raises:
-        QuestionError: prefix and question alone leave no room for an answer.
+        QuestionError: prefix and question alone leave no room for an answer, or for any of the chunks.
     """
     fixed = len(prefix) + len(question)
     if fixed >= context_window:
@@ -74,11 +76,18 @@ def lay_out(
     reserved = min(max_tokens, room - room // 2)
     kept: set[int] = set()
     used = 0
-    for index in sorted(range(len(chunks)), key=lambda i: -scores[i]):
+    possible = [index for index in range(len(chunks)) if len(chunks[index]) <= room - reserved]
+    for index in sorted(possible, key=lambda i: -scores[i]):
         if used + len(chunks[index]) > room - reserved:
             break
         used += len(chunks[index])
         kept.add(index)
+    if chunks and not kept:
+        raise QuestionError(
+            f"no passage fits: the shortest takes {min(map(len, chunks))} tokens, and the model's context window of "
+            f"{context_window} leaves {room - reserved} beside the question; lower max_tokens, or index with a "
+            "smaller chunk_tokens"
+        )
     order = [index for index in range(len(chunks)) if index in kept]
     return Layout(
         prefix=prefix,

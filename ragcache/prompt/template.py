@@ -22,11 +22,7 @@ from ragcache.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# No whitespace at their ends, for templates that strip messages; characters no template touches.
-CHUNKS_MARK = "@@ragcache:chunks@@"
-QUESTION_MARK = "@@ragcache:question@@"
-
-USER_TURN = f"Passages:\n\n{CHUNKS_MARK}Question: {QUESTION_MARK}"
+USER_TURN = "Passages:\n\n{chunks}Question: {question}"
 
 
 class PromptTemplate:
@@ -46,10 +42,12 @@ class PromptTemplate:
         # Whether special tokens are looked for is a state of a tokenizer, which every call sets: two threads sharing
         # one would now and then take the template's special tokens for text. So texts have a tokenizer of their own.
         self._text_tokenizer = copy.deepcopy(tokenizer)
-        rendered = _render(tokenizer, system_prompt)
-        before, mark, rest = rendered.partition(CHUNKS_MARK)
-        self._before_question, question_mark, after_question = rest.partition(QUESTION_MARK)
-        if not mark or not question_mark or QUESTION_MARK in after_question:
+        chunks_mark, question_mark = _mark("chunks", system_prompt), _mark("question", system_prompt)
+        user_turn = USER_TURN.format(chunks=chunks_mark, question=question_mark)
+        rendered = _render(tokenizer, system_prompt, user_turn)
+        before, _, rest = rendered.partition(chunks_mark)
+        self._before_question, _, after_question = rest.partition(question_mark)
+        if rendered.count(chunks_mark) != 1 or rest.count(question_mark) != 1:
             raise UnsupportedModelError("the model's chat template does not keep the user's message in one piece")
         self.prefix = (*_leading_bos(tokenizer), *self._with_special_tokens(before))
         self._after_question = self._with_special_tokens(after_question)
@@ -90,13 +88,24 @@ class PromptTemplate:
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> str:
+def _mark(name: str, system_prompt: str) -> str:
+    """A text that the system prompt does not hold, of characters no template touches.
+
+    It has no whitespace at its ends, for templates that strip messages.
+    """
+    mark = f"@@ragcache:{name}@@"
+    while mark in system_prompt:
+        mark = f"@{mark}@"
+    return mark
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str, user_turn: str) -> str:
     if not tokenizer.chat_template:
-        return f"{system_prompt}\n\n{USER_TURN}\nAnswer:"
-    with_system = [{"role": "system", "content": system_prompt}, {"role": "user", "content": USER_TURN}]
+        return f"{system_prompt}\n\n{user_turn}\nAnswer:"
+    with_system = [{"role": "system", "content": system_prompt}, {"role": "user", "content": user_turn}]
     # Some families have no system role (Gemma, early Mistral) and say so by raising; the instruction then opens the
     # user's turn, as their own documentation has it.
-    without_system = [{"role": "user", "content": f"{system_prompt}\n\n{USER_TURN}"}]
+    without_system = [{"role": "user", "content": f"{system_prompt}\n\n{user_turn}"}]
     for messages in (with_system, without_system):
         try:
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -120,6 +120,10 @@ class Catalog:
         query = "SELECT id, signature FROM documents WHERE source = coalesce(?, source)"
         return dict(self._rows(query, (source,)))
 
+    def sources(self) -> dict[str, str]:
+        """Document id to where it was read from."""
+        return dict(self._rows("SELECT id, source FROM documents"))
+
     def chunks_by_vector(self, vector_ids: Sequence[int]) -> list[ChunkRecord]:
         """Chunks in the order of the ids asked for; ids that are gone are left out."""
         found = {chunk.vector_id: chunk for chunk in self._chunks("chunks.id", vector_ids)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class StoredStates:
     key: str
     shard: Path
     format: str
-    ranges: tuple[ByteRange, ...]
+    ranges: tuple[ByteRange, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class ChunkRecord:
     title: str
     text: str
     metadata: dict[str, Any]
-    token_ids: tuple[int, ...]
-    states: StoredStates | None
+    token_ids: tuple[int, ...] = field(repr=False)
+    states: StoredStates | None = field(repr=False)
 
 
 @dataclass(frozen=True)

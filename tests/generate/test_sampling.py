@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ragcache.generate.sampling import Sampler, SamplingParameters
@@ -30,6 +31,12 @@ def test_top_p_keeps_the_smallest_sufficient_set() -> None:
         frequencies(temperature=1.0, top_p=0.7), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03, rtol=0
     )
     assert frequencies(temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("smallest", [1e-38, 1e-45, 1e-320, 5e-324])
+def test_the_smallest_values_are_greedy(smallest: float) -> None:
+    assert frequencies(draws=10, temperature=smallest).tolist() == [1, 0, 0, 0]
+    assert frequencies(draws=10, temperature=1.0, top_p=smallest).tolist() == [1, 0, 0, 0]
 
 
 def test_a_seed_repeats_and_none_does_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from ragcache import Document, RagCache
 from ragcache.errors import EncodingError, SourceError, StoreError, StoreLockedError
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.report import IndexReport
+from ragcache.indexer.sources import open_source
 from ragcache.states.store import StateStore, hold_lock
 from tests.conftest import make_document
 
@@ -82,6 +84,22 @@ def test_sources_do_not_remove_each_others_documents(open_tiny: OpenTiny) -> Non
     cache.index(documents(3), source="two", remove_missing=True)
     assert outcome(cache.index(documents(1), source="one", remove_missing=True)) == (0, 0, 1, 1)
     assert set(contents(cache)) == {"doc-1", "doc-3"}
+
+
+def test_folders_of_one_name_do_not_replace_each_others_documents(open_tiny: OpenTiny, tmp_path: Path) -> None:
+    cache = open_tiny()
+    folders = [tmp_path / parent / "docs" for parent in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "a.md").write_text(f"This is the file of {folder.parent.name}.")
+    first, second = (open_source(str(folder)) for folder in folders)
+    cache.index(first, source=first.name, remove_missing=True)
+    with pytest.raises(SourceError, match="already, from"):
+        cache.index(second, source=second.name, remove_missing=True)
+    assert contents(cache) == {"docs/a.md": ["This is the file of one."]}
+    shutil.rmtree(folders[0])  # as if it had been moved
+    assert outcome(cache.index(second, source=second.name, remove_missing=True)) == (0, 1, 0, 0)
+    assert contents(cache) == {"docs/a.md": ["This is the file of two."]}
 
 
 def test_settings_that_chunks_depend_on_count_as_a_change(open_tiny: OpenTiny) -> None:

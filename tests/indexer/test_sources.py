@@ -83,6 +83,8 @@ class TestJsonLines:
         [
             ("{not json", "line 2: not JSON"),
             ("[1]", "line 2: not a JSON object"),
+            ("[" * 100_000, "line 2: not JSON"),
+            ('{"id": "b", "text": "x", "metadata": {"n": ' + "9" * 5000 + "}}", "line 2: not JSON"),
             ('{"text": "x"}', "line 2: 'id' is missing"),
             ('{"id": true, "text": "x"}', "line 2: 'id' is missing"),
             ('{"id": "b"}', "line 2: 'text' is missing"),
@@ -103,6 +105,18 @@ class TestJsonLines:
         path = tmp_path / "corpus.jsonl"
         path.write_bytes(b"\x89PNG\xff\xfe\x00")
         assert "not UTF-8" in refused(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"id": "a", "text": "one"}', encoding="utf-8-sig")
+    assert [d.text for d in read(open_source(str(tmp_path)))] == ["one"]
+    assert [d.text for d in read(open_source(str(tmp_path / "b.jsonl")))] == ["one"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.md")
+    assert "no regular file" in refused(tmp_path)
 
 
 def test_the_python_reference() -> None:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ragcache import Document
-from ragcache.errors import SettingsError
 from ragcache.indexer.splitting import Splitter
 from ragcache.prompt.template import PromptTemplate
 from tests.conftest import make_document
@@ -64,5 +63,3 @@ def test_overlap(template: PromptTemplate) -> None:
     plain = Splitter(template, 64, 0).split(make_document(1))
     overlapping = Splitter(template, 64, 20).split(make_document(1))
     assert sum(len(p.text) for p in overlapping) > sum(len(p.text) for p in plain)
-    with pytest.raises(SettingsError, match="must be smaller"):
-        Splitter(template, 64, 64)

@@ -6,16 +6,17 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ragcache.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from ragcache.errors import ModelError, ModelNotFoundError, SettingsError, UnsupportedModelError
 from ragcache.model.digest import file_digest
 from ragcache.model.fingerprint import Fingerprint, model_fingerprint
-from ragcache.model.gguf import convert
+from ragcache.model.gguf import MANIFEST, convert, find_conversion
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import load_language_model
 from ragcache.model.resolve import ALIASES, resolve
@@ -30,8 +31,20 @@ def folder(tiny_folder: Folder, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_folder("llama"), tmp_path / "model")
 
 
-def load(path: Path | str, cache_folder: Path) -> None:
-    load_language_model(str(path), dtype="float32", device="cpu", cache_folder=cache_folder)
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+    factor = {factor}
+"""
+
+
+def load(path: Path | str, cache_folder: Path, **options: Any) -> LanguageModel:
+    return load_language_model(str(path), dtype="float32", device="cpu", cache_folder=cache_folder, **options)
 
 
 def test_alias_finds_the_packaged_file() -> None:
@@ -115,8 +128,18 @@ def test_encoder_decoder_is_refused(tmp_path: Path, cache_folder: Path) -> None:
         load(tmp_path, cache_folder)
 
 
+@pytest.mark.parametrize(
+    "content", [b"[]", b"\xff\xfe", b"", b"{", b'{"model_type": "llama", "num_attention_heads": 0}']
+)
+def test_a_damaged_configuration(folder: Path, cache_folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(folder, cache_folder)
+    assert "\n" not in str(caught.value)
+
+
 def test_unknown_device(tiny_folder: Folder, cache_folder: Path) -> None:
-    for device in ("nonsense", "cuda" if not torch.cuda.is_available() else "nonsense"):
+    for device in ("nonsense", "mps", "cuda" if not torch.cuda.is_available() else "nonsense"):
         with pytest.raises(ModelError, match="device"):
             load_language_model(str(tiny_folder("llama")), dtype="float32", device=device, cache_folder=cache_folder)
 
@@ -189,6 +212,30 @@ class TestFingerprint:
         for nonsense in ("", "[]", '{"x": 1}', json.dumps({str(path): 5})):
             (cache / "digests.json").write_text(nonsense)
             assert len(file_digest(path, cache)) == 64
+        (cache / "digests.json").write_bytes(b"\xff\xfe")
+        assert len(file_digest(path, cache)) == 64
+
+    def test_a_cache_folder_that_cannot_be_used(self, tmp_path: Path) -> None:
+        path = tmp_path / "weights"
+        path.write_bytes(b"one")
+        with pytest.raises(SettingsError, match="RAGCACHE_CACHE_FOLDER"):
+            file_digest(path, path / "below a file")
+        (tmp_path / "cache" / "digests.json").mkdir(parents=True)
+        with pytest.raises(SettingsError, match="RAGCACHE_CACHE_FOLDER"):
+            file_digest(path, tmp_path / "cache")
+
+    def test_code_that_comes_with_the_model(self, folder: Path, cache_folder: Path) -> None:
+        before = load(folder, cache_folder).fingerprint
+        assert before.code == ""
+        config = json.loads((folder / "config.json").read_text())
+        auto_map = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
+        config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
+        (folder / "config.json").write_text(json.dumps(config))
+        digests = []
+        for factor in (1.0, 2.0):
+            (folder / "own_code.py").write_text(OWN_CODE.format(factor=factor))
+            digests.append(load(folder, cache_folder, trust_remote_code=True).fingerprint)
+        assert digests[0].differences(digests[1]) == ["code"]
 
 
 def test_gguf_is_converted_once(cache_folder: Path, smollm: object) -> None:
@@ -199,6 +246,24 @@ def test_gguf_is_converted_once(cache_folder: Path, smollm: object) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     assert not list((cache_folder / "models").glob(".converting-*"))
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+def test_a_damaged_conversion_is_made_anew(cache_folder: Path, smollm: object) -> None:
+    """It is loaded in place of the GGUF file that states are bound to."""
+    path = resolve("smollm2-135m")
+    folder = convert(path, "float32", cache_folder)
+    original = (folder / "generation_config.json").read_text()
+    weights = (folder / "model.safetensors").read_bytes()
+    for name in (MANIFEST, "generation_config.json", "model.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-1] + b"\1")
+        assert find_conversion(path, "float32", cache_folder) is None
+        (folder / name).write_bytes(content)
+        assert find_conversion(path, "float32", cache_folder) == folder
+    (folder / "generation_config.json").write_text("{}")
+    assert convert(path, "float32", cache_folder) == folder
+    assert (folder / "generation_config.json").read_text() == original
+    assert (folder / "model.safetensors").read_bytes() == weights
 
 
 def test_gguf_fingerprint_does_not_depend_on_the_conversion(cache_folder: Path) -> None:

@@ -200,6 +200,14 @@ class TestSmolLM2:
         assert smollm.tokenizer.decode([*ids]) == f"{text}\n\n"
         assert not set(ids) & set(smollm.tokenizer.all_special_ids)
 
+    def test_a_system_prompt_may_spell_our_marks(self, smollm: LanguageModel) -> None:
+        system = "Never write @@ragcache:chunks@@ or @@ragcache:question@@."
+        ids = whole_prompt(PromptTemplate(smollm.tokenizer, system), [("A", "Text.")], "Why?")
+        assert smollm.tokenizer.decode(ids) == (
+            f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nPassages:\n\n[A]\nText.\n\n"
+            "Question: Why?<|im_end|>\n<|im_start|>assistant\n"
+        )
+
     def test_render_and_formatted(self, smollm: LanguageModel, template: PromptTemplate) -> None:
         text = template.render([{"role": "user", "content": "Hi"}])
         ids = template.formatted(text)

@@ -75,6 +75,7 @@ def test_a_stream(client: TestClient, cache: RagCache) -> None:
         ({"question": "x", "reuse": "some"}, 400, "reuse"),
         ({"question": "x", "temperature": -1, "stream": True}, 400, "temperature"),
         ({"question": "why " * 5000}, 400, "context window"),
+        ({"question": "x", "stop": "x"}, 422, "stop"),
     ],
 )
 def test_bad_requests_say_what_is_wrong(client: TestClient, body: dict[str, Any], status: int, message: str) -> None:
@@ -90,6 +91,26 @@ def test_not_json(client: TestClient) -> None:
     response = client.post("/v1/query", content=b"{", headers={"content-type": "application/json"})
     assert response.status_code == 422
     assert set(response.json()) == {"error", "message"}
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/query", 405)])
+def test_other_addresses(client: TestClient, method: str, path: str, status: int) -> None:
+    response = client.request(method, path)
+    assert response.status_code == status
+    assert set(response.json()) == {"error", "message"}
+
+
+def test_a_fault_of_ours_is_told_and_raised(cache: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("ragcache.stream.decode", fail)
+    client = TestClient(create_app(cache), raise_server_exceptions=False)
+    response = client.post("/v1/query", json={"question": "ships"})
+    assert response.status_code == 500
+    assert response.json()["error"] == "InternalError"
+    streamed = client.post("/v1/query", json={"question": "ships", "stream": True}).text
+    assert '"InternalError"' in streamed.splitlines()[-2]
 
 
 def test_an_empty_store_is_unavailable(client: TestClient, cache: RagCache) -> None:
