@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ragcache.errors import UnsupportedModelError
 from ragcache.model.digest import file_digest
+from ragcache.model.quiet import no_progress_bars
 from ragcache.model.resolve import resolve, weight_files
 
 Vectors = NDArray[np.float32]
@@ -44,9 +45,10 @@ class Embedder:
                 f"{name} cannot embed; give a folder or hub id of a sentence-transformers model"
             )
         try:
-            self._model = HuggingFaceEmbedding(
-                model_name=str(folder), device=device, embed_batch_size=batch_size, normalize=True
-            )
+            with no_progress_bars():
+                self._model = HuggingFaceEmbedding(
+                    model_name=str(folder), device=device, embed_batch_size=batch_size, normalize=True
+                )
         except (ValueError, OSError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UnsupportedModelError(f"{name} cannot be loaded as an embedding model: {reason}") from error

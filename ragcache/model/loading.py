@@ -20,6 +20,7 @@ from ragcache.model.fingerprint import code_files, model_fingerprint
 from ragcache.model.forward import ATTENTION_NAME
 from ragcache.model.gguf import convert, find_conversion
 from ragcache.model.language_model import LanguageModel
+from ragcache.model.quiet import no_progress_bars
 from ragcache.model.resolve import resolve
 
 FAMILY_FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -129,14 +130,15 @@ def _check_architecture(folder: Path, trust_remote_code: bool) -> None:
 
 def _load_weights(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        with no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     except (SafetensorError, ValueError, RuntimeError, OSError, ImportError) as error:
         raise UnsupportedModelError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
     module: PreTrainedModel = loaded[0]
