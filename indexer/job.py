@@ -22,6 +22,9 @@ from ragcache.states.shard import ShardEntry
 from ragcache.states.store import StateStore
 from ragcache.states.writer import NewChunk, StoreWriter
 
+EMBEDDING_BATCH = 256
+"""Chunks embedded at once: few enough to see progress, enough to fill the embedding model's own batches."""
+
 
 @dataclass(frozen=True)
 class IndexPlan:
@@ -132,6 +135,7 @@ class IndexJob:
     _documents: list[tuple[DocumentRecord, list[NewChunk]]] = field(default_factory=list, init=False)
     _batch: list[tuple[NewChunk, DocumentRecord]] = field(default_factory=list, init=False)
     _batched_keys: set[str] = field(default_factory=set, init=False)
+    _unembedded: list[tuple[int, str]] = field(default_factory=list, init=False)
     _encoded_tokens: int = field(default=0, init=False)
     _reembedded: int = field(default=0, init=False)
     _unsaved_vectors: bool = field(default=False, init=False)
@@ -148,8 +152,8 @@ class IndexJob:
             StoreError: the store cannot be written to. What was committed before is intact.
         """
         clock = time.perf_counter()
-        self._open_vectors()
         self.progress.start(len(plan.changed))
+        self._open_vectors()
         chunks, empty = 0, []
         waiting = set(plan.changed)
         for document in checked(documents, plan.source) if waiting else ():
@@ -181,19 +185,26 @@ class IndexJob:
     def _open_vectors(self) -> None:
         """Load the vector index, or make it anew from the chunks' texts when it is missing or damaged."""
         version = self.store.catalog.vectors()
+        remove_other_generations(self.store.vector_folder, version.generation)
         try:
             self._vectors = VectorIndex.load(self.store.vector_folder, version, self.embedder.dimension)
         except VectorsError:
             self._vectors = VectorIndex.empty(self.embedder.dimension)
             for chunks in self.store.catalog.all_chunks():
-                self._embed([(chunk.vector_id, chunk.text) for chunk in chunks])
+                self._unembedded += [(chunk.vector_id, chunk.text) for chunk in chunks]
+                self._embed_batch()
                 self._reembedded += len(chunks)
+                self.progress.advance(0, 0, 0)
             self._unsaved_vectors = True
 
-    def _embed(self, chunks: list[tuple[int, str]]) -> None:
-        """Put chunks, given as vector ids and texts, into the vector index."""
-        owners, vectors = self.embedder.passages([text for _, text in chunks])
-        self._vectors.add([chunks[owner][0] for owner in owners], vectors)
+    def _embed_batch(self) -> None:
+        """Put the chunks in line into the vector index."""
+        if not self._unembedded:
+            return
+        ids, texts = zip(*self._unembedded, strict=True)
+        owners, vectors = self.embedder.passages(texts)
+        self._vectors.add([ids[owner] for owner in owners], vectors)
+        self._unembedded = []
 
     def _add(self, document: Document, source: str) -> int:
         """Split a document and put its chunks in line; returns how many there are."""
@@ -225,6 +236,9 @@ class IndexJob:
             self._batch.append((chunk, record))
             self._batched_keys.add(chunk.key)
         self._documents.append((record, chunks))
+        self._unembedded += [(chunk.vector_id, chunk.text) for chunk in chunks]
+        if len(self._unembedded) >= EMBEDDING_BATCH:
+            self._embed_batch()
         return len(chunks)
 
     def _encode_batch(self) -> None:
@@ -249,12 +263,11 @@ class IndexJob:
     def _commit(self, removed: list[str]) -> None:
         """Vectors to a file of a new generation, then everything visible at once."""
         self._encode_batch()
+        self._embed_batch()
         if not self._documents and not removed and not self._unsaved_vectors:
             return
         replaced = [record.id for record, _ in self._documents]
         self._vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
-        if chunks := [(chunk.vector_id, chunk.text) for _, chunks in self._documents for chunk in chunks]:
-            self._embed(chunks)
         version = self._vectors.save(self.store.vector_folder, self.store.catalog.vectors().generation + 1)
         self.writer.commit(self._documents, removed, version)
         remove_other_generations(self.store.vector_folder, version.generation)

@@ -220,6 +220,10 @@ def main() -> None:
 
         to_stderr.print(f"error: {printable(' '.join(str(error).split()))}", markup=False, soft_wrap=True)
         sys.exit(2)
+    except OSError as error:
+        # Such as a full disk under stdout; everything else of the kind has a name by now.
+        to_stderr.print(f"error: {error.strerror or error}", markup=False, soft_wrap=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         to_stderr.print("interrupted; what was committed before is intact")
         sys.exit(130)

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ragcache.prompt.template import PromptTemplate
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import RetrievedChunk, Retriever
 from ragcache.settings import QueryOptions, Settings, load_settings, query_options
+from ragcache.states.records import NO_VECTORS
 from ragcache.states.store import StateStore, StoreIdentity
 from ragcache.states.writer import StoreWriter
 from ragcache.stream import AnswerStream, ContextChunk, answer_head, context_chunk, milliseconds_since
@@ -56,7 +58,7 @@ class RagCache:
 
     def __init__(self, path: Path, settings: Settings, model: LanguageModel, embedder: Embedder) -> None:
         """Use `open` instead, which loads the models."""
-        self.path = path
+        self.path = path.absolute()
         self.settings = settings
         self.model = model
         self.embedder = embedder
@@ -131,14 +133,22 @@ class RagCache:
         """
         if isinstance(documents, Iterator):
             documents = list(documents)
-        digest = self._settings_digest()
-        plan = plan_run(documents, source, digest, self._store, remove_missing=remove_missing)
+        planned_at = self._store.catalog.vectors() if self._store else NO_VECTORS
+
+        def plan_with(store: StateStore | None) -> IndexPlan:
+            return plan_run(documents, source, self._settings_digest(), store, remove_missing=remove_missing)
+
+        plan = plan_with(self._store)
         store = self._store
         if store is None:
             store = StateStore.create(self.path, self._identity(), self.settings)
             # Another process may have made it, with another model, since this one looked.
             self._check_identity(store)
-        report = self._run_job(store, documents, plan, progress or Silent())
+        with self._open_writer(store) as writer:
+            if store.catalog.vectors() != planned_at:
+                # Another process has changed it before this one held the lock.
+                plan = plan_with(store)
+            report = self._run_job(writer, documents, plan, progress or Silent())
         if self._store is None:
             self._attach(store)
         store.write_settings(self.settings)
@@ -156,7 +166,8 @@ class RagCache:
         if unknown := [i for i in document_ids if i not in known]:
             raise DocumentNotFoundError(f"no document {unknown[0]!r} in {self.path}; nothing was removed")
         plan = IndexPlan(PYTHON_SOURCE, changed=[], added=0, unchanged=0, removed=list(document_ids))
-        self._run_job(self.store, [], plan, Silent())
+        with self._open_writer(self.store) as writer:
+            self._run_job(writer, [], plan, Silent())
 
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
         """The chunks nearest to a question, best first."""
@@ -283,27 +294,31 @@ class RagCache:
         parts = [self.settings.chunk_tokens, self.settings.chunk_overlap, self.engine.format.to_json()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _run_job(
-        self, store: StateStore, documents: Iterable[Document], plan: IndexPlan, progress: Progress
-    ) -> IndexReport:
-        shard_bytes = self.settings.shard_megabytes * 2**20
-        with StoreWriter(store, self.engine.format, shard_bytes) as writer:
-            job = IndexJob(
-                store=store,
-                writer=writer,
-                splitter=Splitter(self.template, self.settings.chunk_tokens, self.settings.chunk_overlap),
-                encoder=StateEncoder(self.model, self.engine.prefix, self.engine.format),
-                embedder=self.embedder,
-                prefix=self.template.prefix,
-                settings_digest=self._settings_digest(),
-                batch_tokens=self.settings.batch_tokens,
-                progress=progress,
-            )
+    @contextmanager
+    def _open_writer(self, store: StateStore) -> Iterator[StoreWriter]:
+        """Lock a store for writing; when that fails before anything was committed to it, it is taken away again."""
+        with StoreWriter(store, self.engine.format, self.settings.shard_megabytes * 2**20) as writer:
             try:
-                return job.run(documents, plan)
+                yield writer
             except BaseException:
                 store.remove_if_empty()
                 raise
+
+    def _run_job(
+        self, writer: StoreWriter, documents: Iterable[Document], plan: IndexPlan, progress: Progress
+    ) -> IndexReport:
+        job = IndexJob(
+            store=writer.store,
+            writer=writer,
+            splitter=Splitter(self.template, self.settings.chunk_tokens, self.settings.chunk_overlap),
+            encoder=StateEncoder(self.model, self.engine.prefix, self.engine.format),
+            embedder=self.embedder,
+            prefix=self.template.prefix,
+            settings_digest=self._settings_digest(),
+            batch_tokens=self.settings.batch_tokens,
+            progress=progress,
+        )
+        return job.run(documents, plan)
 
 
 def _check_room(prefix: int, chunk: int, window: int) -> None:

@@ -110,7 +110,7 @@ class VectorIndex:
 def remove_other_generations(folder: Path, keep: int) -> None:
     """Delete index files that are no longer, or were never, visible, and what a killed writer left."""
     for path in folder.iterdir():
-        if path != _file(folder, keep):
+        if path != _file(folder, keep) and path.is_file():
             path.unlink(missing_ok=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -241,3 +242,10 @@ def test_progress_without_a_terminal_is_lines(monkeypatch: pytest.MonkeyPatch) -
 
 def test_version(run: Run) -> None:
     assert run("--version").out == f"ragcache {ragcache.__version__}\n"
+
+
+def test_a_full_disk_under_the_output(store: Path) -> None:
+    command = [sys.executable, "-c", "from ragcache.cli import main; main()", "stats", "--store", str(store)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    check_refused(Outcome(done.returncode, "", done.stderr), "No space left on device")

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from ragcache import Document, RagCache
 from ragcache.errors import StoreError, StoreMismatchError, VectorsError
+from ragcache.indexer.job import IndexPlan, plan_run
 from tests.conftest import make_document
 
 OpenTiny = Callable[..., RagCache]
@@ -57,6 +59,10 @@ def remove_vectors(cache: RagCache) -> None:
     cache.store.vector_folder.mkdir()
 
 
+def remove_vector_folder(cache: RagCache) -> None:
+    shutil.rmtree(cache.store.vector_folder)
+
+
 def damage_vectors(cache: RagCache) -> None:
     (file,) = cache.store.vector_folder.iterdir()
     content = bytearray(file.read_bytes())
@@ -73,7 +79,7 @@ def older_vectors(cache: RagCache) -> None:
     file.write_bytes(old[: len(old) // 2] + old[len(old) // 2 :][::-1])
 
 
-@pytest.mark.parametrize("spoil", [remove_vectors, damage_vectors, older_vectors])
+@pytest.mark.parametrize("spoil", [remove_vectors, remove_vector_folder, damage_vectors, older_vectors])
 def test_a_vector_index_is_made_anew(cache: RagCache, open_tiny: OpenTiny, spoil: Callable[[RagCache], None]) -> None:
     before = scores(cache)
     spoil(cache)
@@ -87,12 +93,16 @@ def test_a_vector_index_is_made_anew(cache: RagCache, open_tiny: OpenTiny, spoil
     assert again.index(DOCUMENTS[:3]).reembedded == 0
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-9])])
+def shorten(shards: Path) -> None:
+    for file in shards.glob("*.arrow"):
+        file.write_bytes(file.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize("spoil", [shutil.rmtree, shorten])
 def test_lost_states_are_encoded_again(cache: RagCache, spoil: Callable[[Path], object]) -> None:
     before = cache.query("Which ships passed?", top_k=50)
     assert not before.misses
-    for file in cache.store.shard_folder.glob("*.arrow"):
-        spoil(file)
+    spoil(cache.store.shard_folder)
     # Not encoded again along with a document of the same text, nor by itself when its document is not looked at.
     cache.index([Document("copy", DOCUMENTS[0].text, DOCUMENTS[0].title)])
     assert not [miss for miss in cache.query("ships", top_k=50).misses if miss.chunk_id.startswith("copy")]
@@ -102,6 +112,16 @@ def test_lost_states_are_encoded_again(cache: RagCache, spoil: Callable[[Path], 
     after = cache.query("Which ships passed?", top_k=50)
     assert not after.misses
     assert after.answer == before.answer
+    assert not cache.store.orphans()
+
+
+def test_states_that_are_away_for_a_while_are_not_forgotten(cache: RagCache) -> None:
+    """As when the disk they lie on is not mounted."""
+    away = cache.store.shard_folder.rename(cache.path.parent / "away")
+    cache.index(DOCUMENTS[3:])
+    shutil.copytree(away, cache.store.shard_folder, dirs_exist_ok=True)
+    assert not cache.query("Which ships passed?", top_k=50).misses
+    assert cache.index(DOCUMENTS).unchanged == 4
 
 
 @pytest.mark.parametrize(
@@ -180,6 +200,65 @@ def test_a_store_that_another_model_made_meanwhile_is_not_written_to(open_tiny: 
     with pytest.raises(StoreMismatchError):
         early.index(DOCUMENTS[1:2])
     assert set(other.store.catalog.signatures()) == {DOCUMENTS[0].id}
+
+
+def test_what_writers_that_died_left_is_removed(cache: RagCache) -> None:
+    left = [
+        ".store.toml-x",
+        "shards/.writing-x.arrow",
+        "shards/0.arrow",
+        "vectors/.writing-x",
+        "vectors/vectors-00000009.faiss",
+    ]
+    for name in left:
+        (cache.path / name).touch()
+    # These are none of ours; they are let be.
+    (cache.store.shard_folder / "folder.arrow").mkdir()
+    (cache.store.vector_folder / "folder").mkdir()
+    cache.index(DOCUMENTS[:3])
+    assert not [name for name in left if (cache.path / name).exists()]
+    assert not cache.query("ships", top_k=50).misses
+
+
+def test_a_plan_that_another_process_made_stale_is_made_again(
+    cache: RagCache, open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, plans = open_tiny(), []
+
+    def plan_then_be_overtaken(*arguments: Any, **options: Any) -> IndexPlan:
+        plans.append(plan_run(*arguments, **options))
+        if len(plans) == 1:
+            other.delete([DOCUMENTS[0].id])
+        return plans[-1]
+
+    monkeypatch.setattr("ragcache.pipeline.plan_run", plan_then_be_overtaken)
+    report = cache.index(DOCUMENTS[:3])
+    assert (plans[0].unchanged, report.unchanged, report.added) == (3, 2, 1)
+    assert set(cache.store.catalog.signatures()) == {document.id for document in DOCUMENTS[:3]}
+
+
+def test_a_store_does_not_depend_on_the_working_directory(
+    open_tiny: OpenTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache = open_tiny(Path("relative"))
+    cache.index(DOCUMENTS[:1])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert not cache.query("ships").misses
+    cache.index(DOCUMENTS[:2])
+    assert not list(Path().iterdir())
+
+
+def test_vectors_do_not_depend_on_how_chunks_are_batched(
+    cache: RagCache, open_tiny: OpenTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache.indexer.job.EMBEDDING_BATCH", 2)
+    other = open_tiny(tmp_path / "other")
+    other.index(DOCUMENTS)
+    other.index([replace(DOCUMENTS[0], title="Changed"), *DOCUMENTS[1:]])
+    other.index(DOCUMENTS[:3], remove_missing=True)
+    assert scores(other) == scores(cache)
 
 
 def test_a_first_run_that_fails_takes_away_only_what_it_made(

@@ -147,13 +147,14 @@ class Catalog:
         rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
         return int(rows[0][0]) if rows else 0
 
-    def find_states(self, key: str, format: StateFormat) -> int | None:
-        """Id of stored states of that key in that format."""
+    def find_states(self, key: str, format: StateFormat, unusable_shards: Collection[str] = ()) -> int | None:
+        """Id of stored states of that key in that format, in none of those shards."""
         rows = self._rows(
-            "SELECT states.id FROM states JOIN shards ON shards.id = states.shard WHERE key = ? AND format = ?",
+            "SELECT states.id, shards.name FROM states JOIN shards ON shards.id = states.shard"
+            " WHERE key = ? AND format = ?",
             (key, format.to_json()),
         )
-        return int(rows[0][0]) if rows else None
+        return next((int(states) for states, shard in rows if shard not in unusable_shards), None)
 
     def shards(self) -> dict[str, int]:
         """Names of all shard files that readers may look into, and their sizes in bytes."""
@@ -166,15 +167,6 @@ class Catalog:
             query = f"{_SELECT_DOCUMENTS} WHERE shards.name IN ({_marks(batch)})"
             found.update(row[0] for row in self._rows(query, batch))
         return found
-
-    def forget_shards(self, names: Collection[str]) -> None:
-        """Take out all states of some shards; their chunks stay, without states."""
-        with self.transaction() as connection:
-            for name in names:
-                mine = "SELECT states.id FROM states JOIN shards ON shards.id = states.shard WHERE shards.name = ?"
-                connection.execute(f"UPDATE chunks SET states = NULL WHERE states IN ({mine})", (name,))  # noqa: S608
-                connection.execute(f"DELETE FROM states WHERE id IN ({mine})", (name,))  # noqa: S608
-                connection.execute("DELETE FROM shards WHERE name = ?", (name,))
 
     def all_chunks(self) -> Iterator[list[ChunkRecord]]:
         """Every chunk, in batches, in the order of their vector ids."""

@@ -22,7 +22,8 @@ class Database:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        # Absolute, so that it stays the same file when the process changes its folder.
+        self.path = path.absolute()
         self._local = threading.local()
         self._lock = threading.Lock()
         self._pin: sqlite3.Connection | None = None
@@ -84,7 +85,7 @@ class Database:
     def _connect(self, *, check_same_thread: bool = True) -> sqlite3.Connection:
         # Mode rw: a file that is gone is an error, not a new and empty one.
         connection = sqlite3.connect(
-            f"{self.path.absolute().as_uri()}?mode=rw",
+            f"{self.path.as_uri()}?mode=rw",
             uri=True,
             timeout=30,
             isolation_level=None,
@@ -110,6 +111,8 @@ class Database:
 def _file_id(path: Path) -> tuple[int, int] | None:
     try:
         stat = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be used: {error.strerror}; see to its permissions") from error
     return stat.st_dev, stat.st_ino

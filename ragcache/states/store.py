@@ -29,12 +29,13 @@ from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, St
 from ragcache.settings import STORE_TOML, Settings, stored_settings
 from ragcache.states.catalog import Catalog
 from ragcache.states.records import NO_VECTORS
-from ragcache.states.shard import sync_folder
+from ragcache.states.shard import TEMPORARY_PREFIX, sync_folder
 
 CATALOG = "catalog.sqlite"
 SHARDS = "shards"
 VECTORS = "vectors"
 LOCK = "writer.lock"
+TOML_TEMPORARY = f".{STORE_TOML}-"
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class StateStore:
     """An existing store, open for reading; `ragcache.states.writer.StoreWriter` writes to it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.shard_folder = path / SHARDS
-        self.vector_folder = path / VECTORS
-        self.catalog = Catalog(path / CATALOG, self.shard_folder)
+        self.path = path.absolute()
+        self.shard_folder = self.path / SHARDS
+        self.vector_folder = self.path / VECTORS
+        self.catalog = Catalog(self.path / CATALOG, self.shard_folder)
         self._made_settings = False
 
     @classmethod
@@ -77,7 +78,8 @@ class StateStore:
             return True
         # What a creation that was killed leaves behind may be written over, a user's own files not.
         ours = {STORE_TOML, CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", SHARDS, VECTORS, LOCK}
-        if foreign := sorted({entry.name for entry in path.iterdir()} - ours):
+        names = {entry.name for entry in path.iterdir() if not entry.name.startswith(TOML_TEMPORARY)}
+        if foreign := sorted(names - ours):
             raise StoreError(
                 f"{path} is not a ragcache store and holds other files ({foreign[0]}); give a new or empty folder"
             )
@@ -187,7 +189,7 @@ class StateStore:
             wanted = current | stored_settings(settings)
             if wanted == current:
                 return
-            descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{STORE_TOML}-")
+            descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=TOML_TEMPORARY)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(tomli_w.dumps(wanted))
                 file.flush()
@@ -216,12 +218,22 @@ class StateStore:
         """Finished shard files that no catalog entry points to, left by a writer that died before its commit."""
         known = self.catalog.shards()
         files = sorted(self.shard_folder.glob("[!.]*.arrow"))
-        return [file for file in files if file.name not in known]
+        return [file for file in files if file.name not in known and file.is_file()]
+
+    def clean(self) -> None:
+        """Remove what writers that died have left, and make folders again that are gone.
+
+        To be called by the process that holds the lock.
+        """
+        for folder in (self.shard_folder, self.vector_folder):
+            folder.mkdir(exist_ok=True)
+        unfinished = [*self.path.glob(f"{TOML_TEMPORARY}*"), *self.shard_folder.glob(f"{TEMPORARY_PREFIX}*")]
+        for leftover in (*unfinished, *self.orphans()):
+            leftover.unlink(missing_ok=True)
 
     def broken_shards(self) -> list[str]:
         """Names of shards in the catalog whose file is gone or of another size than was written."""
-        sizes = {file.name: file.stat().st_size for file in self.shard_folder.glob("*.arrow")}
-        return [name for name, size in self.catalog.shards().items() if sizes.get(name) != size]
+        return [name for name, size in self.catalog.shards().items() if _size(self.shard_folder / name) != size]
 
 
 @contextmanager
@@ -243,6 +255,13 @@ def hold_lock(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _short(value: object) -> str:

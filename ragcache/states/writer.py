@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from ragcache.errors import StoreError
 from ragcache.states.catalog import VECTORS_KEY, chunk_checksum, pack_ranges, pack_token_ids
 from ragcache.states.form import StateFormat
 from ragcache.states.records import ByteRange, DocumentRecord, VectorsVersion
-from ragcache.states.shard import TEMPORARY_PREFIX, ShardEntry, ShardWriter
+from ragcache.states.shard import ShardEntry, ShardWriter
 from ragcache.states.store import StateStore, hold_lock
 
 
@@ -67,6 +67,7 @@ class StoreWriter:
     _pending: set[str] = field(default_factory=set, init=False)
     _finished: list[_Shard] = field(default_factory=list, init=False)
     _last_vector_id: int = field(default=0, init=False)
+    _unusable_shards: frozenset[str] = field(default=frozenset(), init=False)
     _lock: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __enter__(self) -> StoreWriter:
@@ -74,10 +75,12 @@ class StoreWriter:
         try:
             self._last_vector_id = self.store.catalog.last_vector_id()
             # The lock is ours, so whatever is unfinished or unknown was left by a writer that died.
-            for leftover in [*self.store.shard_folder.glob(f"{TEMPORARY_PREFIX}*"), *self.store.orphans()]:
-                leftover.unlink(missing_ok=True)
-            # States that can no longer be read must not count as stored, or they would never be encoded again.
-            self.store.catalog.forget_shards(self.store.broken_shards())
+            self.store.clean()
+            # What is in these must not count as stored, or it would never be encoded again.
+            self._unusable_shards = frozenset(self.store.broken_shards())
+        except OSError as error:
+            self._lock.close()
+            raise _disk_error(self.store.path, error) from error
         except BaseException:
             self._lock.close()
             raise
@@ -100,7 +103,7 @@ class StoreWriter:
 
     def has(self, key: str) -> bool:
         """Whether states of that key are stored in this writer's format, or put and not yet committed."""
-        return key in self._pending or self.store.catalog.find_states(key, self.format) is not None
+        return key in self._pending or self._find_states(key) is not None
 
     def put(self, entry: ShardEntry) -> None:
         """Append a chunk's states to the current shard; starts a new one when it is full."""
@@ -182,11 +185,13 @@ class StoreWriter:
             raise _disk_error(self.store.path, error) from error
         self._finished, self._pending = [], set()
         for (name,) in dead:
-            # A reader that still has the old catalog in view finds the file missing and recomputes.
-            (self.store.shard_folder / name).unlink(missing_ok=True)
+            # A reader that still has the old catalog in view finds the file missing and recomputes. One that cannot be
+            # removed is an orphan now, which the next writer removes or names.
+            with suppress(OSError):
+                (self.store.shard_folder / name).unlink()
 
     def _chunk_row(self, document: DocumentRecord, chunk: NewChunk) -> tuple[Any, ...]:
-        states = self.store.catalog.find_states(chunk.key, self.format)
+        states = self._find_states(chunk.key)
         token_ids = pack_token_ids(chunk.token_ids)
         checksum = chunk_checksum(
             chunk.vector_id,
@@ -200,6 +205,9 @@ class StoreWriter:
         )
         place = (chunk.vector_id, chunk.chunk_id, document.id, chunk.ordinal)
         return (*place, chunk.text, token_ids, checksum, states)
+
+    def _find_states(self, key: str) -> int | None:
+        return self.store.catalog.find_states(key, self.format, self._unusable_shards)
 
     def _finish_shard(self) -> None:
         if self._shard is None:

@@ -207,6 +207,7 @@ class TestPaths:
             (tmp_path / folder).mkdir()
         (tmp_path / "catalog.sqlite").touch()
         (tmp_path / "writer.lock").touch()
+        (tmp_path / ".store.toml-abc").touch()
         assert not StateStore.exists(tmp_path)
         StateStore.create(tmp_path, IDENTITY, load_settings())
         assert StateStore.exists(tmp_path)
