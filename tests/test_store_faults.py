@@ -186,8 +186,13 @@ def test_a_store_that_was_made_anew_is_not_mixed_with_the_old_one(cache: RagCach
     assert scores(new) == scores(open_tiny()) == before
 
 
-def test_a_store_that_was_deleted(cache: RagCache) -> None:
-    shutil.rmtree(cache.path)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_store_that_was_deleted(cache: RagCache, whole: bool) -> None:
+    if whole:
+        shutil.rmtree(cache.path)
+    else:
+        for file in cache.path.glob("catalog.sqlite*"):
+            file.unlink()
     for (outcome,) in (in_a_thread(lambda: cache.query("ships")), in_a_thread(lambda: cache.index(DOCUMENTS))):
         assert isinstance(outcome, StoreError)
     assert not (cache.path / "catalog.sqlite").exists()
