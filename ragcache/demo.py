@@ -70,7 +70,8 @@ def run_demo(folder: Path, console: Console, progress_console: Console) -> None:
         prefill_ttft = min(full.timings_ms.ttft, others)
         comparisons.append(Comparison(question, answer, full.answer, answer.timings_ms.ttft, prefill_ttft))
         console.print(f"  TTFT with a full prefill: {prefill_ttft:,.0f} ms; its answer:", style="dim")
-        console.print(f"{textwrap.indent(printable(full.answer.strip()), '  ')}\n", markup=False, style="dim")
+        answer_lines = textwrap.indent(printable(full.answer.strip()), "  ")
+        console.print(f"{answer_lines}\n", markup=False, style="dim", soft_wrap=True)
     console.print(_table(comparisons))
     path = folder / "result.json"
     path.write_text(json.dumps(_result(cache, comparisons), indent=2) + "\n")
