@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,24 @@ def test_vectors_do_not_depend_on_how_chunks_are_batched(
     other.index([replace(DOCUMENTS[0], title="Changed"), *DOCUMENTS[1:]])
     other.index(DOCUMENTS[:3], remove_missing=True)
     assert scores(other) == scores(cache)
+
+
+def test_an_interrupt_right_after_a_commit_loses_nothing(cache: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    transaction = cache.store.catalog.transaction
+
+    @contextmanager
+    def interrupted() -> Iterator[sqlite3.Connection]:
+        with transaction() as connection:
+            yield connection
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache.store.catalog, "transaction", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.index(DOCUMENTS[3:])
+    monkeypatch.undo()
+    assert set(cache.store.catalog.signatures()) == {document.id for document in DOCUMENTS}
+    assert not cache.query("Which ships passed?", top_k=50).misses
+    assert cache.index(DOCUMENTS).unchanged == 4
 
 
 def test_a_first_run_that_fails_takes_away_only_what_it_made(

@@ -92,8 +92,12 @@ class StoreWriter:
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
-        for shard in self._finished:
-            (self.store.shard_folder / shard.name).unlink(missing_ok=True)
+        if self._finished:
+            # A commit may have gone through although an interrupt kept it from returning, so the catalog is asked. What
+            # cannot be removed now is left to the next writer.
+            with suppress(StoreError, OSError):
+                for orphan in self.store.orphans():
+                    orphan.unlink(missing_ok=True)
         self._lock.close()
 
     @property
