@@ -76,7 +76,7 @@ def _events(stream: AnswerStream) -> Iterator[str]:
         yield _event({"type": "answer", **stream.answer.model_dump(mode="json")})
     except RagCacheError as error:
         yield _event({"type": "error", "error": type(error).__name__, "message": str(error)})
-    except Exception:
+    except Exception:  # raised again: whoever reads the stream must learn that it broke off, the log why
         yield _event({"type": "error", "error": "InternalError", "message": "the server failed; its log says why"})
         raise
     finally:

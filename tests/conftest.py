@@ -7,8 +7,8 @@ import os
 # Before anything imports the hub's client: tests never wait for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import functools
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def embedder(cache_folder: Path) -> Embedder:
 def tiny_folder(smollm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of tiny random models by family, with SmolLM2's tokenizer."""
 
-    @cache
+    @functools.cache
     def build(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
         torch.manual_seed(len(family))
@@ -178,7 +178,7 @@ def tiny_folder(smollm: LanguageModel, tmp_path_factory: pytest.TempPathFactory)
 def tiny_model(tiny_folder: Callable[[str], Path], cache_folder: Path) -> Callable[[str], LanguageModel]:
     """Tiny random models by family, loaded as a user's model is."""
 
-    @cache
+    @functools.cache
     def load(family: str) -> LanguageModel:
         return load_language_model(str(tiny_folder(family)), dtype="float32", device="cpu", cache_folder=cache_folder)
 
@@ -198,6 +198,14 @@ def open_tiny(
         return RagCache(path, load_settings(path, **given | settings), model, embedder)
 
     return open_store
+
+
+@pytest.fixture
+def cache(open_tiny: Callable[..., RagCache]) -> RagCache:
+    """A store of the documents doc-0 to doc-2."""
+    opened = open_tiny()
+    opened.index([make_document(number) for number in range(3)])
+    return opened
 
 
 SENTENCES = (

@@ -29,13 +29,6 @@ from tests.conftest import make_document
 OpenTiny = Callable[..., RagCache]
 
 
-@pytest.fixture
-def cache(open_tiny: OpenTiny) -> RagCache:
-    opened = open_tiny()
-    opened.index([make_document(number) for number in range(3)])
-    return opened
-
-
 def test_an_answer_says_where_it_came_from(cache: RagCache) -> None:
     answer = cache.query("Which ships passed?", top_k=3)
     assert [s.chunk_id for s in answer.sources] == [

@@ -22,13 +22,6 @@ OpenTiny = Callable[..., RagCache]
 DOCUMENTS = [make_document(number) for number in range(4)]
 
 
-@pytest.fixture
-def cache(open_tiny: OpenTiny) -> RagCache:
-    opened = open_tiny()
-    opened.index(DOCUMENTS[:3])
-    return opened
-
-
 def scores(cache: RagCache) -> dict[str, float]:
     return {hit.chunk.chunk_id: round(hit.score, 4) for hit in cache.retrieve("Which ships passed?", 50)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from llama_index.core import PromptTemplate
@@ -16,16 +15,8 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from ragcache import RagCache
 from ragcache.llama_index import RagCacheLLM, RagCacheRetriever, RagCacheSynthesizer
-from tests.conftest import make_document
 
 QUESTION = "Which ships passed?"
-
-
-@pytest.fixture
-def cache(open_tiny: Callable[..., RagCache]) -> RagCache:
-    opened = open_tiny()
-    opened.index([make_document(number) for number in range(3)])
-    return opened
 
 
 @pytest.fixture

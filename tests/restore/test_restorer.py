@@ -25,13 +25,6 @@ from tests.conftest import make_document
 OpenTiny = Callable[..., RagCache]
 
 
-@pytest.fixture
-def cache(open_tiny: OpenTiny) -> RagCache:
-    opened = open_tiny()
-    opened.index([make_document(number) for number in range(3)])
-    return opened
-
-
 def chunks_of(cache: RagCache) -> list[ChunkRecord]:
     return cache.store.catalog.chunks_by_vector(list(range(1, 100)))
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,14 +9,6 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.server.app import create_app
-from tests.conftest import make_document
-
-
-@pytest.fixture
-def cache(open_tiny: Callable[..., RagCache]) -> RagCache:
-    opened = open_tiny()
-    opened.index([make_document(number) for number in range(3)])
-    return opened
 
 
 @pytest.fixture
