@@ -10,6 +10,7 @@ from torch import Tensor
 from ragcache.model.capture import capture_states
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
+from ragcache.restore.project import to_states
 from ragcache.states.form import StateFormat
 
 
@@ -34,7 +35,7 @@ class StateEncoder:
             chunks: token ids of each chunk; they go through the model in one pass, packed.
 
         Returns:
-            For each chunk its stored layers, `[tokens, row_bytes]` uint8 on the CPU.
+            For each chunk its stored layers, each a run of uint8 on the CPU.
 
         Raises:
             EncodingError: the model gave NaN or infinity.
@@ -44,10 +45,19 @@ class StateEncoder:
         stored = set(self.format.stored_layers)
 
         def receive(layer: int, hidden: Tensor) -> None:
-            if layer in stored:
-                rows = self.format.codec(layer).encode(hidden).cpu()
-                for states, part in zip(encoded, rows.split(lengths), strict=True):
-                    states[layer] = part
+            if layer not in stored:
+                return
+            states = to_states(self.format.layers[layer].form, self.model.decoder.layers[layer], hidden)
+            for chunk, part in zip(encoded, states.split(lengths, dim=1), strict=True):
+                chunk[layer] = self.format.encode(layer, part).cpu()
 
         capture_states(self.model, self.prefix, chunks, receive)
         return encoded
+
+    def size(self, tokens: int) -> int:
+        """Bytes of the states of a chunk."""
+        return sum(self.format.size(layer, tokens) for layer in self.format.stored_layers)
+
+    def cost(self, tokens: int) -> float:
+        """FLOPs that encoding a chunk takes."""
+        return self.model.prefill_flops(self.prefix.length, tokens)

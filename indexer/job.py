@@ -9,18 +9,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ragcache.errors import SourceError, VectorsError
+from ragcache.errors import SourceError
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.report import IndexReport, Progress
 from ragcache.indexer.sources import Document, checked
 from ragcache.indexer.splitting import Splitter
+from ragcache.indexer.upkeep import load_vectors
 from ragcache.retriever.embedding import Embedder
-from ragcache.retriever.vectors import VectorIndex, remove_other_generations
+from ragcache.retriever.vectors import remove_other_generations
+from ragcache.states.compact import enforce_limits
 from ragcache.states.key import state_key
-from ragcache.states.records import DocumentRecord
+from ragcache.states.records import DocumentRecord, NewChunk
 from ragcache.states.shard import ShardEntry
 from ragcache.states.store import StateStore
-from ragcache.states.writer import NewChunk, StoreWriter
+from ragcache.states.writer import StoreWriter
 
 EMBEDDING_BATCH = 256
 """Chunks embedded at once: few enough to see progress, enough to fill the embedding model's own batches."""
@@ -135,9 +137,10 @@ class IndexJob:
     _documents: list[tuple[DocumentRecord, list[NewChunk]]] = field(default_factory=list, init=False)
     _batch: list[tuple[NewChunk, DocumentRecord]] = field(default_factory=list, init=False)
     _batched_keys: set[str] = field(default_factory=set, init=False)
+    _evicted: set[str] = field(default_factory=set, init=False)
     _unembedded: list[tuple[int, str]] = field(default_factory=list, init=False)
     _encoded_tokens: int = field(default=0, init=False)
-    _reembedded: int = field(default=0, init=False)
+    _without_states: int = field(default=0, init=False)
     _unsaved_vectors: bool = field(default=False, init=False)
 
     def run(self, documents: Iterable[Document], plan: IndexPlan) -> IndexReport:
@@ -153,7 +156,10 @@ class IndexJob:
         """
         clock = time.perf_counter()
         self.progress.start(len(plan.changed))
-        self._open_vectors()
+        self._vectors, reembedded = load_vectors(
+            self.store, lambda: self.embedder, lambda: self.progress.advance(0, 0, 0)
+        )
+        self._unsaved_vectors = reembedded is not None
         chunks, empty = 0, []
         waiting = set(plan.changed)
         for document in checked(documents, plan.source) if waiting else ():
@@ -165,7 +171,7 @@ class IndexJob:
             if added == 0:
                 empty.append(document.id)
             self.progress.advance(1, 0, 0)
-            if self.writer.pending_bytes >= self.writer.shard_bytes:
+            if self.writer.pending_bytes >= self.writer.options.shard_bytes:
                 self._commit([])
         if waiting:
             raise SourceError(f"{plan.source}: document {min(waiting)!r} vanished while indexing; run it again")
@@ -178,24 +184,10 @@ class IndexJob:
             empty=tuple(empty),
             chunks=chunks,
             encoded_tokens=self._encoded_tokens,
-            reembedded=self._reembedded,
+            reembedded=reembedded or 0,
+            without_states=self._without_states,
             seconds=time.perf_counter() - clock,
         )
-
-    def _open_vectors(self) -> None:
-        """Load the vector index, or make it anew from the chunks' texts when it is missing or damaged."""
-        version = self.store.catalog.vectors()
-        remove_other_generations(self.store.vector_folder, version.generation)
-        try:
-            self._vectors = VectorIndex.load(self.store.vector_folder, version, self.embedder.dimension)
-        except VectorsError:
-            self._vectors = VectorIndex.empty(self.embedder.dimension)
-            for chunks in self.store.catalog.all_chunks():
-                self._unembedded += [(chunk.vector_id, chunk.text) for chunk in chunks]
-                self._embed_batch()
-                self._reembedded += len(chunks)
-                self.progress.advance(0, 0, 0)
-            self._unsaved_vectors = True
 
     def _embed_batch(self) -> None:
         """Put the chunks in line into the vector index."""
@@ -231,7 +223,18 @@ class IndexJob:
             if chunk.key in self._batched_keys or self.writer.has(chunk.key):
                 self.progress.advance(0, 1, len(chunk.token_ids))
                 continue
-            if sum(len(other.token_ids) for other, _ in self._batch) + len(chunk.token_ids) > self.batch_tokens:
+            tokens = len(chunk.token_ids)
+            pending = self.writer.pending_bytes + sum(
+                self.encoder.size(len(other.token_ids)) for other, _ in self._batch
+            )
+            newcomer = self.writer.budget.newcomer(chunk.key, self.encoder.size(tokens), self.encoder.cost(tokens))
+            if not self.writer.budget.admits(newcomer, pending):
+                # It answers all the same: its states are computed when they are wanted.
+                self._evicted.add(chunk.key)
+                self._without_states += 1
+                self.progress.advance(0, 1, tokens)
+                continue
+            if sum(len(other.token_ids) for other, _ in self._batch) + tokens > self.batch_tokens:
                 self._encode_batch()
             self._batch.append((chunk, record))
             self._batched_keys.add(chunk.key)
@@ -246,16 +249,19 @@ class IndexJob:
             return
         encoded = self.encoder.encode([chunk.token_ids for chunk, _ in self._batch])
         for (chunk, record), layers in zip(self._batch, encoded, strict=True):
-            description = {
-                "chunk_id": chunk.chunk_id,
-                "document_id": record.id,
-                "source": record.source,
-                "ordinal": chunk.ordinal,
-                "title": record.title,
-                "text": chunk.text,
-                "metadata": record.metadata,
-            }
-            self.writer.put(ShardEntry(chunk.key, chunk.token_ids, layers, description))
+            self.writer.put(
+                ShardEntry(
+                    key=chunk.key,
+                    token_ids=chunk.token_ids,
+                    layers=layers,
+                    cost=self.encoder.cost(len(chunk.token_ids)),
+                    chunk_id=chunk.chunk_id,
+                    document_id=record.id,
+                    ordinal=chunk.ordinal,
+                    title=record.title,
+                    text=chunk.text,
+                )
+            )
             self._encoded_tokens += len(chunk.token_ids)
             self.progress.advance(0, 1, len(chunk.token_ids))
         self._batch, self._batched_keys = [], set()
@@ -269,6 +275,7 @@ class IndexJob:
         replaced = [record.id for record, _ in self._documents]
         self._vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
         version = self._vectors.save(self.store.vector_folder, self.store.catalog.vectors().generation + 1)
-        self.writer.commit(self._documents, removed, version)
+        self.writer.commit(self._documents, removed, version, self._evicted)
         remove_other_generations(self.store.vector_folder, version.generation)
-        self._documents, self._unsaved_vectors = [], False
+        self._documents, self._evicted, self._unsaved_vectors = [], set(), False
+        self._without_states += enforce_limits(self.writer).evicted

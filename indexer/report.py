@@ -19,6 +19,8 @@ class IndexReport:
         chunks: chunks of added and updated documents.
         encoded_tokens: tokens run through the language model; states of equal chunks are kept.
         reembedded: chunks embedded again because the vector index was missing or damaged.
+        without_states: chunks whose states were not kept, or were given up, because space is short.
+        readmitted: chunks that have states again, because there is space again or they are wanted more than others.
         seconds: wall time of the run.
     """
 
@@ -30,6 +32,8 @@ class IndexReport:
     chunks: int = 0
     encoded_tokens: int = 0
     reembedded: int = 0
+    without_states: int = 0
+    readmitted: int = 0
     seconds: float = 0.0
 
 

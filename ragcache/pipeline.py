@@ -6,14 +6,15 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from ragcache.answer import Answer
 from ragcache.errors import (
-    DocumentNotFoundError,
     PassageError,
     QuestionError,
     SettingsError,
@@ -24,9 +25,21 @@ from ragcache.generate.engine import Engine
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
+from ragcache.indexer.repair import StateRepair, worth_readmitting
 from ragcache.indexer.report import IndexReport, Progress, Silent
 from ragcache.indexer.sources import Document
 from ragcache.indexer.splitting import Splitter
+from ragcache.maintenance import (
+    COMPACT_THRESHOLD,
+    OnBytes,
+    StoreStats,
+    compact_store,
+    delete_documents,
+    repair_store,
+    store_stats,
+    verify_store,
+    write_options,
+)
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import OnStage, load_language_model
 from ragcache.prompt.layout import Layout, lay_out
@@ -34,8 +47,11 @@ from ragcache.prompt.template import PromptTemplate
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import RetrievedChunk, Retriever
 from ragcache.settings import QueryOptions, Settings, load_settings, query_options
-from ragcache.states.records import NO_VECTORS
+from ragcache.states.compact import CompactReport
+from ragcache.states.key import state_key
+from ragcache.states.records import NO_VECTORS, StoredStates
 from ragcache.states.store import StateStore, StoreIdentity
+from ragcache.states.verify import VerifyReport
 from ragcache.states.writer import StoreWriter
 from ragcache.stream import AnswerStream, ContextChunk, answer_head, context_chunk, milliseconds_since
 
@@ -64,7 +80,7 @@ class RagCache:
         self.embedder = embedder
         self.template = PromptTemplate(model.tokenizer, settings.system_prompt)
         _check_room(len(self.template.prefix), settings.chunk_tokens, model.context_window)
-        self.engine = Engine(model, self.template.prefix, settings.codec, settings.reader_threads)
+        self.engine = Engine(model, self.template.prefix, settings, self._relocated)
         self._lock = threading.Lock()
         self._store: StateStore | None = None
         self._retriever: Retriever | None = None
@@ -118,6 +134,7 @@ class RagCache:
         source: str = PYTHON_SOURCE,
         remove_missing: bool = False,
         progress: Progress | None = None,
+        wait: bool = False,
     ) -> IndexReport:
         """Bring documents into the store: new and changed ones are encoded, others left as they are.
 
@@ -126,6 +143,7 @@ class RagCache:
             source: name the documents are recorded under.
             remove_missing: documents of this source that are not given are removed.
             progress: told how it goes.
+            wait: until another process that is writing is done.
 
         Raises:
             SourceError: a document cannot be read, an id comes twice, or there are none.
@@ -141,33 +159,85 @@ class RagCache:
         plan = plan_with(self._store)
         store = self._store
         if store is None:
-            store = StateStore.create(self.path, self._identity(), self.settings)
+            store = StateStore.create(self.path, self._identity(), self.settings, wait=wait)
             # Another process may have made it, with another model, since this one looked.
             self._check_identity(store)
-        with self._open_writer(store) as writer:
+        with self._open_writer(store, wait=wait) as writer:
             if store.catalog.vectors() != planned_at:
                 # Another process has changed it before this one held the lock.
                 plan = plan_with(store)
             report = self._run_job(writer, documents, plan, progress or Silent())
+            store.write_settings(self.settings)
         if self._store is None:
             self._attach(store)
-        store.write_settings(self.settings)
         return report
 
-    def delete(self, document_ids: str | Sequence[str]) -> None:
-        """Take documents out of the store, given one id or several.
+    def delete(
+        self,
+        document_ids: str | Sequence[str] = (),
+        *,
+        where: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> list[str]:
+        """Take documents out of the store.
+
+        Args:
+            document_ids: one id or several.
+            where: or all documents whose metadata hold these values.
+            wait: until another process that is writing is done.
+
+        Returns:
+            Ids of the documents removed.
 
         Raises:
-            DocumentNotFoundError: there is no document of an id; nothing was removed.
+            DocumentNotFoundError: there is no document of an id, or none with such metadata; nothing was removed.
         """
-        if isinstance(document_ids, str):
-            document_ids = [document_ids]
-        known = self.store.catalog.signatures()
-        if unknown := [i for i in document_ids if i not in known]:
-            raise DocumentNotFoundError(f"no document {unknown[0]!r} in {self.path}; nothing was removed")
-        plan = IndexPlan(PYTHON_SOURCE, changed=[], added=0, unchanged=0, removed=list(document_ids))
-        with self._open_writer(self.store) as writer:
-            self._run_job(writer, [], plan, Silent())
+        options = write_options(self.settings, wait=wait)
+        return delete_documents(self.store, document_ids, where, options, lambda: self.embedder)
+
+    def compact(self, threshold: float = COMPACT_THRESHOLD, *, wait: bool = False) -> CompactReport:
+        """Give back the space of states that nothing uses, and of the least valuable ones if a limit is exceeded.
+
+        Args:
+            threshold: share of dead bytes above which a shard is copied.
+            wait: until another process that is writing is done.
+        """
+        return compact_store(self.store, threshold, write_options(self.settings, wait=wait))
+
+    def verify(
+        self, *, repair: bool = False, wait: bool = False, progress: OnBytes = lambda done, total: None
+    ) -> VerifyReport:
+        """Read everything the store holds and name what is not what was written.
+
+        Args:
+            repair: encode damaged states again, embed again if the vector index is damaged, write the journal anew.
+            wait: until another process that is writing is done; only when repairing.
+            progress: told how many bytes are read, and how many there are.
+
+        Raises:
+            StoreError: the catalog is damaged; `ragcache rebuild` makes it anew.
+        """
+        if not repair:
+            return verify_store(self.store, progress)
+        with self._open_writer(self.store, wait=wait) as writer:
+            return repair_store(writer, self._state_repair(writer), lambda: self.embedder, progress)
+
+    def stats(self) -> StoreStats:
+        """What the store holds, and how often its states were used."""
+        return store_stats(self.store)
+
+    def close(self) -> None:
+        """Write down how often states were used. The last thing to do with this object."""
+        if self._store is not None:
+            self._store.usage.flush()
+
+    def __enter__(self) -> RagCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
         """The chunks nearest to a question, best first."""
@@ -265,9 +335,11 @@ class RagCache:
     ) -> AnswerStream:
         """Prefill a prompt; what is returned decodes."""
         kept = [chunks[index] for index in layout.kept]
-        prompt = self.engine.prepare(
-            layout, [chunk.chunk_id for chunk in kept], [chunk.states for chunk in kept], options.reuse
-        )
+        prompt = self.engine.prepare(layout, kept, options.reuse)
+        if options.reuse != "none" and self._store is not None:
+            keys = [self._key(chunk) for chunk in kept if chunk.states is not None or chunk.evicted]
+            reasons = [miss.reason for miss in prompt.report.misses]
+            self._store.usage.record(keys, prompt.report.restored_chunks, reasons)
         head = answer_head(
             kept, [chunks[index].chunk_id for index in layout.dropped], prompt, options.reuse, retrieve_ms
         )
@@ -279,6 +351,12 @@ class RagCache:
             stop=options.stop,
         )
         return AnswerStream(self.model, self.engine, prompt, head, parameters, clock)
+
+    def _key(self, chunk: ContextChunk) -> str:
+        return state_key(self.model.fingerprint.digest, self.template.prefix, (), chunk.token_ids)
+
+    def _relocated(self, states: StoredStates) -> StoredStates | None:
+        return self.store.catalog.relocated(states)
 
     def _check_identity(self, store: StateStore) -> None:
         store.check_identity(self._identity(), (self.settings.model, self.settings.embedding_model))
@@ -295,9 +373,9 @@ class RagCache:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @contextmanager
-    def _open_writer(self, store: StateStore) -> Iterator[StoreWriter]:
+    def _open_writer(self, store: StateStore, *, wait: bool) -> Iterator[StoreWriter]:
         """Lock a store for writing; when that fails before anything was committed to it, it is taken away again."""
-        with StoreWriter(store, self.engine.format, self.settings.shard_megabytes * 2**20) as writer:
+        with StoreWriter(store, self.engine.format, write_options(self.settings, wait=wait)) as writer:
             try:
                 yield writer
             except BaseException:
@@ -311,14 +389,22 @@ class RagCache:
             store=writer.store,
             writer=writer,
             splitter=Splitter(self.template, self.settings.chunk_tokens, self.settings.chunk_overlap),
-            encoder=StateEncoder(self.model, self.engine.prefix, self.engine.format),
+            encoder=self._encoder(),
             embedder=self.embedder,
             prefix=self.template.prefix,
             settings_digest=self._settings_digest(),
             batch_tokens=self.settings.batch_tokens,
             progress=progress,
         )
-        return job.run(documents, plan)
+        report = job.run(documents, plan)
+        repair = self._state_repair(writer)
+        return replace(report, readmitted=repair.run(worth_readmitting(repair)))
+
+    def _encoder(self) -> StateEncoder:
+        return StateEncoder(self.model, self.engine.prefix, self.engine.format)
+
+    def _state_repair(self, writer: StoreWriter) -> StateRepair:
+        return StateRepair(writer, self._encoder(), self.template.prefix, self.settings.batch_tokens)
 
 
 def _check_room(prefix: int, chunk: int, window: int) -> None:

@@ -35,7 +35,11 @@ Reuse = Literal["composed", "exact", "none"]
 only where they equal a full prefill's. `none`: a plain prefill, stored states are not touched.
 """
 
-CodecName = Literal["int8", "raw"]
+StatesName = Literal["auto", "hidden", "pre-rope-kv"]
+"""What is stored of a chunk; `auto` takes for each layer what needs fewer bytes."""
+
+CodecName = Literal["int8", "int4", "raw", "bf16", "fp16"]
+ContainerName = Literal["arrow", "parquet"]
 DtypeName = Literal["bfloat16", "float32", "float16"]
 
 
@@ -70,7 +74,10 @@ class Settings(BaseSettings, QueryOptions):
     model: str = Field("smollm2-135m", description="Hub id, local folder, .gguf file or alias of the language model")
     embedding_model: str = Field("all-minilm-l6-v2", description="Hub id, local folder or alias of the embedding model")
     dtype: DtypeName = Field("bfloat16", description="Precision the language model computes in")
-    codec: CodecName = Field("int8", description="How states are stored: int8 in groups of 64, or in the model's dtype")
+    states: StatesName = Field("auto", description="What is stored: hidden states, or keys and values before RoPE")
+    codec: CodecName = Field(
+        "int8", description="Precision of stored states: int8, int4, raw (as computed), bf16, fp16"
+    )
     chunk_tokens: int = Field(512, ge=32, description="Largest chunk in the language model's tokens, header included")
     chunk_overlap: int = Field(0, ge=0, description="Tokens that neighbouring chunks share")
     system_prompt: str = Field(DEFAULT_SYSTEM_PROMPT, description="Start of every prompt; states depend on it")
@@ -80,27 +87,44 @@ class Settings(BaseSettings, QueryOptions):
     trust_remote_code: bool = Field(False, description="Let a model folder run its own Python code")
     batch_tokens: int = Field(2048, ge=1, description="Tokens encoded in one forward pass while indexing")
     shard_megabytes: int = Field(256, ge=1, description="Size at which a shard file is closed")
+    shard_format: ContainerName = Field("arrow", description="File format of new shards: arrow (IPC) or parquet")
+    state_folders: tuple[Path, ...] = Field((), description="Where shards go, in turn; one folder on each disk")
+    budget_megabytes: int = Field(0, ge=0, description="Most that all shards together may take; 0 is without limit")
+    free_megabytes: int = Field(1024, ge=0, description="What stays free on the disks of the shards")
+    verify_checksums: bool = Field(True, description="Compare the checksum of all states that are read")
     reader_threads: int = Field(2, ge=1, description="Threads that read states from disk")
     cache_folder: Path = Field(
         default_factory=lambda: user_cache_path("ragcache"), description="Converted models and file digests"
     )
+
+    @field_validator("state_folders")
+    @classmethod
+    def _absolute(cls, folders: tuple[Path, ...]) -> tuple[Path, ...]:
+        # They are remembered, and the next process may run in another folder.
+        return tuple(folder.absolute() for folder in folders)
 
 
 STORED_SETTINGS = (
     "model",
     "embedding_model",
     "dtype",
+    "states",
     "codec",
     "chunk_tokens",
     "chunk_overlap",
     "system_prompt",
+    "shard_format",
+    "state_folders",
+    "budget_megabytes",
+    "free_megabytes",
 )
-"""The settings a store's content depends on; they are kept in its `store.toml`."""
+"""The settings that belong to a store rather than to one run; they are kept in its `store.toml`."""
 
 
 def stored_settings(settings: Settings) -> dict[str, Any]:
-    """What `store.toml` must hold: the settings a store's content depends on."""
-    return {name: getattr(settings, name) for name in STORED_SETTINGS}
+    """What `store.toml` must hold: the settings that belong to a store."""
+    values = settings.model_dump(mode="json", include=set(STORED_SETTINGS))
+    return {name: values[name] for name in STORED_SETTINGS}
 
 
 def load_settings(store: Path | None = None, **arguments: Any) -> Settings:

@@ -28,7 +28,8 @@ class ContextChunk:
         text: the passage.
         score: higher is better; when not all fit, chunks of low scores are dropped.
         token_ids: what the model sees.
-        states: stored states; without them the passage is prefilled.
+        states: stored states; without them the passage is encoded in this request.
+        evicted: there are none because the byte budget was short.
     """
 
     chunk_id: str
@@ -38,13 +39,21 @@ class ContextChunk:
     score: float
     token_ids: tuple[int, ...]
     states: StoredStates | None
+    evicted: bool = False
 
 
 def context_chunk(hit: RetrievedChunk) -> ContextChunk:
     """A retrieved chunk as a passage to answer from."""
     chunk = hit.chunk
     return ContextChunk(
-        chunk.chunk_id, chunk.document_id, chunk.title, chunk.text, hit.score, chunk.token_ids, chunk.states
+        chunk.chunk_id,
+        chunk.document_id,
+        chunk.title,
+        chunk.text,
+        hit.score,
+        chunk.token_ids,
+        chunk.states,
+        chunk.evicted,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from ragcache.errors import StoreError, VectorsError
+from ragcache.errors import VectorsError
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.vectors import VectorIndex
 from ragcache.states.records import NO_VECTORS, ChunkRecord, VectorsVersion
@@ -27,6 +27,7 @@ class Retriever:
         self._store = store
         self._embedder = embedder
         self._lock = threading.Lock()
+        # The empty index stands for the version of no vectors.
         self._version = NO_VECTORS
         self._index = VectorIndex.empty(embedder.dimension)
 
@@ -45,13 +46,13 @@ class Retriever:
                 return [RetrievedChunk(chunk, hits[chunk.vector_id]) for chunk in chunks]
             # Fewer chunks than hits: a commit came in between search and look-up. Ask the new index.
             if self._store.catalog.vectors() == version:
-                raise StoreError(f"{self._store.path} is damaged: chunks are missing; delete the store and index again")
+                raise self._store.catalog.damaged("chunks are missing")
 
     def _current_index(self) -> tuple[VectorIndex, VectorsVersion]:
         with self._lock:
             while (version := self._store.catalog.vectors()) != self._version:
                 try:
-                    self._index = VectorIndex.load(self._store.vector_folder, version, self._embedder.dimension)
+                    self._index = VectorIndex.load(self._store.vector_folder, version)
                 except VectorsError:
                     if self._store.catalog.vectors() == version:
                         raise

@@ -6,7 +6,6 @@ instead, so that after a delete and an add one chunk's text is returned for anot
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from ragcache.errors import StoreError, VectorsError
+from ragcache.states.durable import write_durably
 from ragcache.states.records import NO_VECTORS, VectorsVersion
-from ragcache.states.shard import TEMPORARY_PREFIX, sync_folder
 
 Vectors = NDArray[np.float32]
 
@@ -36,20 +35,19 @@ class VectorIndex:
         return cls(faiss.IndexIDMap2(faiss.IndexFlatIP(dimension)))
 
     @classmethod
-    def load(cls, folder: Path, version: VectorsVersion, dimension: int) -> VectorIndex:
+    def load(cls, folder: Path, version: VectorsVersion) -> VectorIndex:
         """Read the file of a version.
 
         Args:
             folder: with one file per generation.
-            version: which one; that of no vectors gives an empty index.
-            dimension: length of a vector.
+            version: which one.
 
         Raises:
             VectorsError: it is gone, because a newer one was committed meanwhile or the store is damaged; it cannot
                 be read; or it is not what was written for this version.
         """
         if version == NO_VECTORS:
-            return cls.empty(dimension)
+            raise VectorsError(f"{folder} holds no vectors yet; {REMEDY}")
         path = _file(folder, version.generation)
         try:
             content = path.read_bytes()
@@ -65,25 +63,21 @@ class VectorIndex:
         Raises:
             StoreError: it cannot be written.
         """
-        path = _file(folder, generation)
-        temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-        content = faiss.serialize_index(self._index).data
         try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(path)
-            sync_folder(folder)
+            checksum = write_durably(_file(folder, generation), faiss.serialize_index(self._index).data)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise StoreError(
                 f"cannot write to {folder}: {error.strerror}; what was committed before is intact"
             ) from error
-        return VectorsVersion(generation, xxhash.xxh3_64_hexdigest(content))
+        return VectorsVersion(generation, checksum)
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
+
+    @property
+    def ids(self) -> set[int]:
+        """Ids of all vectors."""
+        return set(faiss.vector_to_array(self._index.id_map).tolist())
 
     def add(self, ids: list[int], vectors: Vectors) -> None:
         """Add vectors `[len(ids), dimension]`; several may have the same id."""

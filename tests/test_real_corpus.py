@@ -66,7 +66,7 @@ def test_an_exact_chunk_gives_the_answer_of_a_full_prefill(cache: RagCache, topi
     chunk = context_chunk(cache.retrieve(question, 1)[0])
     layout = cache.lay_out(question, [chunk], ANSWER_TOKENS)
 
-    prompt = cache.engine.prepare(layout, [chunk.chunk_id], [chunk.states], "exact")
+    prompt = cache.engine.prepare(layout, [chunk], "exact")
     assert prompt.report.restored_tokens == len(chunk.token_ids)
     assert prompt.report.prefix_tokens == len(cache.template.prefix)
     assert prompt.report.prefilled_tokens == len(layout.question)
@@ -126,10 +126,9 @@ def test_int8_states_change_the_next_token_distribution_little(
     for topic in list(QUESTIONS)[:8]:
         chunks = [context_chunk(hit) for hit in int8.retrieve(QUESTIONS[topic], 3)]
         layout = int8.lay_out(QUESTIONS[topic], chunks, 1)
-        ids = [chunk.chunk_id for chunk in chunks]
-        stored = int8.engine.prepare(layout, ids, [chunk.states for chunk in chunks], "composed")
-        raw = [chunk.states for chunk in cache.store.catalog.chunks_by_id(ids)]
-        exact = cache.engine.prepare(layout, ids, raw, "composed")
+        stored = int8.engine.prepare(layout, chunks, "composed")
+        raw = cache.store.catalog.chunks_by_id([chunk.chunk_id for chunk in chunks])
+        exact = cache.engine.prepare(layout, raw, "composed")
         assert stored.report.restored_tokens == exact.report.restored_tokens
         divergence = torch.nn.functional.kl_div(
             stored.logits.log_softmax(-1), exact.logits.log_softmax(-1), log_target=True, reduction="sum"

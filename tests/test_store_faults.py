@@ -203,9 +203,11 @@ def test_a_store_that_another_model_made_meanwhile_is_not_written_to(open_tiny: 
 
 def test_what_writers_that_died_left_is_removed(cache: RagCache) -> None:
     left = [
-        ".store.toml-x",
+        ".writing-store.toml",
         "shards/.writing-x.arrow",
-        "shards/0.arrow",
+        f"shards/{'0' * 32}.arrow",
+        f"shards/{'0' * 32}.parquet",
+        f"shards/journal-00000009-{'0' * 16}.arrow",
         "vectors/.writing-x",
         "vectors/vectors-00000009.faiss",
     ]

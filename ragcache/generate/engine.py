@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,9 +15,10 @@ from ragcache.model.forward import Segment, forward
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
 from ragcache.prompt.layout import Layout
-from ragcache.restore.restorer import Placement, Restorer, RestoreReport
-from ragcache.settings import Reuse
-from ragcache.states.form import StateFormat, hidden_format
+from ragcache.restore.project import state_format
+from ragcache.restore.restorer import Placement, Relocated, Restorer, RestoreReport
+from ragcache.settings import Reuse, Settings
+from ragcache.states.form import StateFormat
 from ragcache.states.miss import Miss, MissReason
 from ragcache.states.records import StoredStates
 
@@ -27,7 +29,8 @@ class PromptReport:
 
     Attributes:
         prefix_tokens: copied from the prefix kept in memory.
-        restored_tokens: rebuilt from stored states.
+        restored_chunks: chunks rebuilt from stored states.
+        restored_tokens: their tokens.
         prefilled_tokens: run through the model in this request.
         misses: chunks whose stored states were not used.
         read_ms: waiting for the disk.
@@ -36,6 +39,7 @@ class PromptReport:
     """
 
     prefix_tokens: int
+    restored_chunks: int
     restored_tokens: int
     prefilled_tokens: int
     misses: list[Miss] = field(default_factory=list)
@@ -59,6 +63,25 @@ class PreparedPrompt:
     report: PromptReport
 
 
+class PromptChunk(Protocol):
+    """What must be known of a chunk to restore it.
+
+    Attributes:
+        chunk_id: for reports.
+        states: stored states, if there are any.
+        evicted: there are none because the byte budget was short.
+    """
+
+    @property
+    def chunk_id(self) -> str: ...  # noqa: D102
+
+    @property
+    def states(self) -> StoredStates | None: ...  # noqa: D102
+
+    @property
+    def evicted(self) -> bool: ...  # noqa: D102
+
+
 class Engine:
     """Prepares prompts for decoding; may be used by several threads at once.
 
@@ -68,36 +91,36 @@ class Engine:
         pool: where a prompt's cache comes from, and goes back to once its answer is complete.
     """
 
-    def __init__(self, model: LanguageModel, prefix: tuple[int, ...], codec: str, reader_threads: int) -> None:
+    def __init__(self, model: LanguageModel, prefix: tuple[int, ...], settings: Settings, relocated: Relocated) -> None:
         """Prefill the prompt's prefix once and keep its KV.
 
         Args:
             model: the model to run.
             prefix: token ids that every prompt starts with.
-            codec: how chunks without stored states are encoded.
-            reader_threads: threads that read states.
+            settings: how states are read, and how chunks without any are encoded.
+            relocated: where states are now that are no longer where they were.
         """
         self._model = model
         self.pool = CachePool(model)
         self.prefix = prefill(model, prefix)
-        layers, width, dtype = len(model.decoder.layers), model.decoder.hidden_size, model.fingerprint.dtype
-        self.format = hidden_format(layers, width, codec, dtype)
-        self._exact_format = hidden_format(layers, width, "raw", dtype)
-        self._restorer = Restorer(model, self.prefix, prefix, reader_threads)
+        self.format = state_format(model, settings.states, settings.codec)
+        self._exact_format = state_format(model, settings.states, "raw")
+        self._relocated = relocated
+        self._restorer = Restorer(model, self.prefix, prefix, settings.reader_threads, verify=settings.verify_checksums)
 
-    def prepare(
-        self, layout: Layout, chunk_ids: Sequence[str], states: Sequence[StoredStates | None], reuse: Reuse
-    ) -> PreparedPrompt:
+    def prepare(self, layout: Layout, chunks: Sequence[PromptChunk], reuse: Reuse) -> PreparedPrompt:
         """Fill a KV cache with the prompt.
 
         Args:
             layout: the prompt.
-            chunk_ids: of the layout's chunks, for reports.
-            states: stored states of the layout's chunks.
+            chunks: what is known of the layout's chunks.
             reuse: see `ragcache.settings.Reuse`.
         """
         cache = self.pool.take(len(layout.token_ids) + layout.answer_room)
-        placements = [Placement(*parts) for parts in zip(chunk_ids, layout.chunks, layout.starts, states, strict=True)]
+        placements = [
+            Placement(chunk.chunk_id, token_ids, start, chunk.states, chunk.evicted)
+            for chunk, token_ids, start in zip(chunks, layout.chunks, layout.starts, strict=True)
+        ]
         if reuse == "none":
             restored = RestoreReport()
         else:
@@ -105,7 +128,7 @@ class Engine:
             if reuse == "exact":
                 restored = self._restore_exact(placements, cache)
             else:
-                restored = self._restorer.restore(placements, self.format, cache)
+                restored = self._restorer.restore(placements, self.format, cache, self._relocated)
         prefix_tokens = 0 if reuse == "none" else len(layout.prefix)
         clock = time.perf_counter()
         rest = layout.token_ids[cache.length :]
@@ -113,6 +136,7 @@ class Engine:
         prefill_ms = (time.perf_counter() - clock) * 1e3
         report = PromptReport(
             prefix_tokens=prefix_tokens,
+            restored_chunks=restored.restored_chunks,
             restored_tokens=restored.restored_tokens,
             prefilled_tokens=len(rest) + restored.recomputed_tokens,
             misses=restored.misses,
@@ -130,7 +154,7 @@ class Engine:
         if first.states is not None and not _decodes_exactly(first.states):
             reason = "quantised states are not exact; index with --codec raw to reuse them here"
             return RestoreReport(misses=[Miss(first.chunk_id, MissReason.INEXACT, reason)])
-        return self._restorer.restore([first], self._exact_format, cache)
+        return self._restorer.restore([first], self._exact_format, cache, self._relocated)
 
 
 def _decodes_exactly(states: StoredStates) -> bool:

@@ -75,7 +75,17 @@ class AttentionLayer:
             keys: receives the rotated keys, `[kv_heads, tokens, head_dim]`, any strides.
             values: receives the values, likewise.
         """
-        projected_keys, projected_values = self.project(hidden)
+        self.place(*self.project(hidden), tables, keys, values)
+
+    @staticmethod
+    def place(
+        projected_keys: Tensor,
+        projected_values: Tensor,
+        tables: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Write keys and values before RoPE, as from `project`, to their place in a cache; see `restore`."""
         Rotary.rotate(projected_keys, tables, out=keys.transpose(0, 1))
         values.transpose(0, 1).copy_(projected_values)
 

@@ -46,6 +46,16 @@ class LanguageModel:
         """An empty KV cache with room for `capacity` tokens."""
         return KVCache.allocate(self.decoder.layers, capacity, self.dtype, self.device)
 
+    def prefill_flops(self, past: int, tokens: int) -> float:
+        """About how many floating-point operations a prefill of some tokens after `past` others takes.
+
+        Two for each weight and token; four for each token, token that it attends to and channel of the queries.
+        """
+        weights = sum(it.numel() for it in self.module.parameters()) - self.decoder.embedding.weight.numel()
+        heads = int(self.module.config.num_attention_heads)
+        channels = sum(heads * layer.head_dim for layer in self.decoder.layers)
+        return float(2 * weights * tokens + 4 * channels * tokens * (past + tokens / 2))
+
     def tensor(self, token_ids: list[int]) -> torch.Tensor:
         """Token ids on the model's device, `[tokens]`."""
         return torch.tensor(token_ids, dtype=torch.long, device=self.device)

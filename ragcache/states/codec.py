@@ -1,7 +1,14 @@
-"""From rows of values to rows of bytes and back."""
+"""From states to bytes and back: a layer of a chunk at a time.
+
+What is encoded is one *part* of one layer of one chunk, `[tokens, width]`: hidden states, keys or values. The result is
+one run of bytes whose length follows from the shape alone. Planes within it (integers, scales) start at multiples of
+64 bytes.
+"""
 
 from __future__ import annotations
 
+from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -9,10 +16,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PLANE_ALIGNMENT = 64
+
+
+class Part(StrEnum):
+    """What a run of values is; codecs may treat them differently."""
+
+    HIDDEN = "hidden"
+    KEYS = "keys"
+    VALUES = "values"
 
 
 class Codec(Protocol):
-    """One token's states of one layer are one row; each row is encoded by itself.
+    """Encodes one part of one layer of one chunk.
 
     Attributes:
         exact: decoding gives back exactly what was encoded.
@@ -20,92 +36,218 @@ class Codec(Protocol):
 
     exact: bool
 
-    def row_bytes(self, width: int) -> int:
-        """Bytes of an encoded row of `width` values."""
+    def size(self, tokens: int, width: int) -> int:
+        """Bytes of `[tokens, width]` values, encoded."""
+
+    def bytes_per_token(self, width: int) -> float:
+        """Bytes of one token among many; what choosing a form goes by."""
 
     def encode(self, values: Tensor) -> Tensor:
-        """`[rows, width]` values to `[rows, row_bytes(width)]` uint8, contiguous."""
+        """`[tokens, width]` values to `[size(tokens, width)]` uint8 on the same device."""
 
-    def decode(self, rows: Tensor, out: Tensor) -> None:
-        """`[rows, row_bytes(width)]` uint8 into `out`, `[rows, width]`, contiguous."""
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """`[size(tokens, width)]` uint8 into `out`, `[tokens, width]`, contiguous, of any floating-point dtype."""
 
 
-class RawCodec:
-    """Values as they are, little-endian, in the dtype they were computed in."""
+class FloatCodec:
+    """Values as floating-point numbers, little-endian, row after row.
 
-    exact = True
+    Values beyond the range of a narrower dtype are cut to its largest.
+    """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, states: torch.dtype) -> None:
+        """Set up.
+
+        Args:
+            dtype: precision on disk.
+            states: precision that the states are computed in.
+        """
         self.dtype = dtype
+        self.exact = dtype == states
 
-    def row_bytes(self, width: int) -> int:
-        """Bytes of an encoded row."""
-        return width * self.dtype.itemsize
+    def size(self, tokens: int, width: int) -> int:
+        """Bytes of `[tokens, width]` values, encoded."""
+        return tokens * width * self.dtype.itemsize
+
+    def bytes_per_token(self, width: int) -> float:
+        """Bytes of one token."""
+        return float(width * self.dtype.itemsize)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Reinterpret values as bytes."""
-        if values.dtype != self.dtype:
-            raise TypeError(f"raw {self.dtype} states expected, not {values.dtype}")
-        return values.contiguous().view(torch.uint8)
+        """Convert, and lay out as bytes."""
+        return _converted(values, self.dtype).contiguous().view(-1).view(torch.uint8)
 
-    def decode(self, rows: Tensor, out: Tensor) -> None:
-        """Reinterpret bytes as values; converts when `out` has another dtype, never reinterprets."""
-        out.copy_(rows.view(self.dtype))
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Convert when `out` has another dtype; bytes of one dtype are never taken for another's."""
+        out.copy_(data.view(self.dtype).view(out.shape))
 
 
 class Int8Codec:
-    """8-bit integers with one scale for each group of 64 neighbouring values of a row.
+    """8-bit integers with one scale for each group of 64 neighbouring values of a token.
 
-    A row is `width` int8 values, then one bfloat16 scale per group; value = integer * scale. Scales are rounded to
-    bfloat16 before the values are divided by them, so decoding in bfloat16 needs no wider arithmetic. The last group
-    may be shorter.
+    Two planes: int8 `[tokens, width]`, then bfloat16 scales `[tokens, groups]`; value = integer * scale. Scales are
+    rounded to bfloat16 before the values are divided by them, so decoding in bfloat16 needs no wider arithmetic. The
+    last group may be shorter.
     """
 
     exact = False
     group = 64
 
-    def row_bytes(self, width: int) -> int:
-        """Bytes of an encoded row."""
-        return width + 2 * self._groups(width)
+    def size(self, tokens: int, width: int) -> int:
+        """Bytes of `[tokens, width]` values, encoded."""
+        return _aligned(tokens * width) + tokens * self._groups(width) * 2
+
+    def bytes_per_token(self, width: int) -> float:
+        """Bytes of one token among many."""
+        return float(width + 2 * self._groups(width))
 
     def encode(self, values: Tensor) -> Tensor:
         """Quantise symmetrically, each group by its largest magnitude."""
-        rows, width = values.shape
+        tokens, width = values.shape
         groups = self._groups(width)
-        padded = pad(values.float(), (0, groups * self.group - width)).view(rows, groups, self.group)
+        padded = pad(values.float(), (0, groups * self.group - width)).view(tokens, groups, self.group)
         scales = (padded.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
         integers = (padded / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
-        return torch.cat(
-            (integers.view(rows, -1)[:, :width].view(torch.uint8), scales.view(torch.uint8).view(rows, -1)),
-            dim=1,
-        )
+        integers = integers.view(tokens, -1)[:, :width]
+        return _planes(integers, scales)
 
-    def decode(self, rows: Tensor, out: Tensor) -> None:
-        """Multiply integers by their scales, in the dtype of `out`."""
-        width = out.shape[1]
-        out.copy_(rows[:, :width].view(torch.int8))
-        # A copy: behind an odd number of integers the scales are not aligned.
-        scales = rows[:, width:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).to(out.dtype)
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Multiply integers by their scales, in the dtype of `out`, in one pass."""
+        tokens, width = out.shape
+        integers = data[: tokens * width].view(torch.int8).view(tokens, width)
+        scales = data[_aligned(tokens * width) :].view(torch.bfloat16).view(tokens, -1).to(out.dtype)
         whole_groups = width // self.group
         whole = whole_groups * self.group
-        out[:, :whole].view(len(out), whole_groups, self.group).mul_(scales[:, :whole_groups, None])
+        shape = (tokens, whole_groups, self.group)
+        torch.mul(integers[:, :whole].view(shape), scales[:, :whole_groups, None], out=out[:, :whole].view(shape))
         if whole < width:
-            out[:, whole:].mul_(scales[:, -1:])
+            torch.mul(integers[:, whole:], scales[:, -1:], out=out[:, whole:])
 
     def _groups(self, width: int) -> int:
         return -(-width // self.group)
 
 
-def codec_named(name: str, dtype: str) -> Codec:
-    """The codec of that name for states of a dtype.
+class Int4Codec:
+    """4-bit integers with a scale and a minimum for each tile of values.
+
+    Three planes: uint8 `[ceil(tokens / 2), width]`, whose low four bits hold the integers of the tokens 0, 2, 4... and
+    whose high four bits those of the tokens 1, 3, 5... (0 behind the last token); bfloat16 scales `[tiles down, tiles
+    across]`; bfloat16 minima, likewise. value = minimum + integer * scale, with integers from 0 to 15. Tiles at the
+    edges may be smaller.
+    """
+
+    exact = False
+
+    def __init__(self, tile_tokens: int, tile_width: int) -> None:
+        """Set up.
+
+        Args:
+            tile_tokens: tokens of a tile.
+            tile_width: neighbouring values of each of these tokens.
+        """
+        self.tile_tokens = tile_tokens
+        self.tile_width = tile_width
+
+    def size(self, tokens: int, width: int) -> int:
+        """Bytes of `[tokens, width]` values, encoded."""
+        down, across = self._tiles(tokens, width)
+        return _aligned(-(-tokens // 2) * width) + _aligned(2 * down * across) + 2 * down * across
+
+    def bytes_per_token(self, width: int) -> float:
+        """Bytes of one token among many."""
+        return width / 2 + 4 * self._tiles(1, width)[1] / self.tile_tokens
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Quantise each tile between its least and its largest value."""
+        tokens, width = values.shape
+        down, across = self._tiles(tokens, width)
+        # Repeating the last row and column fills the tiles at the edges and leaves their extremes as they are.
+        rows = torch.arange(down * self.tile_tokens, device=values.device).clamp_max(tokens - 1)
+        columns = torch.arange(across * self.tile_width, device=values.device).clamp_max(width - 1)
+        tiles = values.float()[rows][:, columns].view(down, self.tile_tokens, across, self.tile_width)
+        minima = _converted(tiles.amin((1, 3), keepdim=True), torch.bfloat16)
+        # Divided one by one, since the difference of very large values is infinite.
+        steps = tiles.amax((1, 3), keepdim=True) / 15 - minima.float() / 15
+        scales = steps.clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+        integers = ((tiles - minima.float()) / scales.float()).round().clamp(0, 15).to(torch.uint8)
+        integers = pad(integers.view(len(rows), len(columns))[:tokens, :width], (0, 0, 0, tokens % 2))
+        return _planes(integers[0::2] | integers[1::2] << 4, scales, minima)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Scale and shift integers in the dtype of `out`."""
+        tokens, width = out.shape
+        down, across = self._tiles(tokens, width)
+        packed = data[: -(-tokens // 2) * width].view(-1, width)
+        integers = torch.empty(tokens, width, dtype=torch.uint8, device=data.device)
+        torch.bitwise_and(packed, 15, out=integers[0::2])
+        torch.bitwise_right_shift(packed[: tokens // 2], 4, out=integers[1::2])
+        out.copy_(integers)
+
+        start = _aligned(packed.numel())
+        scales = self._widened(data[start : start + 2 * down * across], out)
+        minima = self._widened(data[start + _aligned(2 * down * across) :], out)
+        whole_tiles = tokens // self.tile_tokens
+        whole = whole_tiles * self.tile_tokens
+        tiles = out[:whole].view(whole_tiles, self.tile_tokens, width)
+        torch.addcmul(minima[:whole_tiles, None], tiles, scales[:whole_tiles, None], out=tiles)
+        if whole < tokens:
+            torch.addcmul(minima[-1:], out[whole:], scales[-1:], out=out[whole:])
+
+    def _tiles(self, tokens: int, width: int) -> tuple[int, int]:
+        """Number of tiles down and across."""
+        return -(-tokens // self.tile_tokens), -(-width // self.tile_width)
+
+    def _widened(self, plane: Tensor, out: Tensor) -> Tensor:
+        """A number for each tile, bytes of bfloat16, to `[tiles down, width]` in the dtype of `out`."""
+        down, across = self._tiles(*out.shape)
+        numbers = plane.view(torch.bfloat16).view(down, across).to(out.dtype)
+        return numbers.repeat_interleave(self.tile_width, 1)[:, : out.shape[1]] if self.tile_width > 1 else numbers
+
+
+@lru_cache
+def codec_named(name: str, dtype: str, part: Part) -> Codec:
+    """The codec of that name for one part of states of a dtype.
 
     Raises:
         ValueError: no such codec or dtype; the states were written by a newer version.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}")
-    if name == "raw":
-        return RawCodec(DTYPES[dtype])
-    if name == "int8":
-        return Int8Codec()
+    match name:
+        case "raw":
+            return FloatCodec(DTYPES[dtype], DTYPES[dtype])
+        case "bf16":
+            return FloatCodec(torch.bfloat16, DTYPES[dtype])
+        case "fp16":
+            return FloatCodec(torch.float16, DTYPES[dtype])
+        case "int8":
+            return Int8Codec()
+        case "int4" if part == Part.VALUES:
+            return Int4Codec(tile_tokens=1, tile_width=32)
+        case "int4":
+            # Some channels of hidden states and keys are large for every token and would set the scale of their
+            # neighbours; across tokens a channel varies little.
+            return Int4Codec(tile_tokens=32, tile_width=1)
     raise ValueError(f"unknown codec {name!r}")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+
+
+def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype; what is beyond its range becomes its largest number."""
+    if values.dtype == dtype:
+        return values
+    # Cut after converting: the old dtype need not hold the new one's limits.
+    limits = torch.finfo(dtype)
+    return values.to(dtype).clamp(limits.min, limits.max)
+
+
+def _planes(*planes: Tensor) -> Tensor:
+    """Lay tensors out one after the other as bytes, each at a multiple of `PLANE_ALIGNMENT`."""
+    runs: list[Tensor] = []
+    for index, plane in enumerate(planes):
+        data = plane.contiguous().view(-1).view(torch.uint8)
+        runs.append(pad(data, (0, _aligned(len(data)) - len(data))) if index < len(planes) - 1 else data)
+    return torch.cat(runs)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ragcache.errors import StoreError
+from ragcache.states.connection import Connection, Stamp, UnsettledError, connect, unwritable
 
+# How long to follow a writer with more rights whose changes come between; one that closes takes milliseconds.
+_PATIENCE_S = 1.0
+_PAUSE_S = 0.005
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR")
 
 
@@ -26,7 +31,7 @@ class Database:
         self.path = path.absolute()
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._pin: sqlite3.Connection | None = None
+        self._pin: Connection | None = None
         self._file_id: tuple[int, int] | None = None
 
     def create(self) -> None:
@@ -42,8 +47,16 @@ class Database:
         Raises:
             StoreError: the file is damaged, cannot be read, or is no longer the one that was opened.
         """
-        with self._named_faults():
-            return self._connection().execute(query, values).fetchall()
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                with self._named_faults():
+                    return self._connection().rows(query, values)
+            except UnsettledError:
+                self._disconnect()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_S)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -53,7 +66,7 @@ class Database:
             StoreError: the file is damaged, cannot be written to, or is no longer the one that was opened.
         """
         with self._named_faults():
-            connection = self._connection()
+            connection = self._connection(write=True).sqlite
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -66,34 +79,46 @@ class Database:
 
     def damaged(self, reason: object) -> StoreError:
         """The error for content that cannot be what was written."""
-        return StoreError(f"{self.path} is damaged ({reason}); delete the store and index again")
+        store = self.path.parent
+        return StoreError(f"{self.path} is damaged ({reason}); make it anew with: ragcache rebuild --store {store}")
 
-    def _connection(self) -> sqlite3.Connection:
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = self._connect()
+    def close(self) -> None:
+        """Close what this thread has open, so that SQLite tidies up; a later use opens it again."""
+        self._disconnect()
+        with self._lock:
+            if self._pin is not None:
+                self._pin.sqlite.close()
+                self._pin = None
+
+    def _connection(self, *, write: bool = False) -> Connection:
+        """This thread's connection; one that can only read is made anew for writing."""
         with self._lock:
             if self._pin is None:
                 # While a connection is open its inode is not given to another file. SQLite takes care that closing
                 # one connection does not drop the locks of another, which a plain file handle would do.
-                self._pin = self._connect(check_same_thread=False)
-                self._file_id = _file_id(self.path)
-        if _file_id(self.path) != self._file_id:
-            raise StoreError(f"{self.path.parent} was deleted or replaced since it was opened; open it again")
+                self._file_id = self._present_file_id()
+                self._pin = connect(self.path, write=write, check_same_thread=False)
+        self._require_same_file()
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is None or (write and not connection.writable):
+            self._disconnect()
+            connection = self._local.connection = connect(self.path, write=write)
+            self._require_same_file()
         return connection
 
-    def _connect(self, *, check_same_thread: bool = True) -> sqlite3.Connection:
-        # Mode rw: a file that is gone is an error, not a new and empty one.
-        connection = sqlite3.connect(
-            f"{self.path.as_uri()}?mode=rw",
-            uri=True,
-            timeout=30,
-            isolation_level=None,
-            check_same_thread=check_same_thread,
-        )
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA synchronous = FULL")
-        return connection
+    def _disconnect(self) -> None:
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is not None:
+            self._local.connection = None
+            connection.sqlite.close()
+
+    def _require_same_file(self) -> None:
+        if self._present_file_id() != self._file_id:
+            raise StoreError(f"{self.path.parent} was deleted or replaced since it was opened; open it again")
+
+    def _present_file_id(self) -> tuple[int, int] | None:
+        stamp = Stamp.of(self.path)
+        return stamp and stamp.file_id
 
     @contextmanager
     def _named_faults(self) -> Iterator[None]:
@@ -101,18 +126,14 @@ class Database:
             yield
         except sqlite3.IntegrityError:
             raise
+        except UnicodeDecodeError as error:
+            # SQLite's own message quotes what it found in the file.
+            raise self.damaged(error) from error
         except sqlite3.DatabaseError as error:
             # Without a name it comes from the Python side: text that is no UTF-8.
-            if getattr(error, "sqlite_errorname", _DAMAGED[0]).startswith(_DAMAGED):
+            name = getattr(error, "sqlite_errorname", _DAMAGED[0])
+            if name.startswith(_DAMAGED):
                 raise self.damaged(error) from error
+            if name.startswith("SQLITE_READONLY"):
+                raise unwritable(self.path) from error
             raise StoreError(f"{self.path} cannot be used: {error}; see to its folder and to the disk") from error
-
-
-def _file_id(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise StoreError(f"{path} cannot be used: {error.strerror}; see to its permissions") from error
-    return stat.st_dev, stat.st_ino

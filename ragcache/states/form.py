@@ -6,7 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from ragcache.states.codec import Codec, codec_named
+import torch
+from torch import Tensor
+
+from ragcache.states.codec import Codec, Part, codec_named
 
 
 class Form(StrEnum):
@@ -14,12 +17,24 @@ class Form(StrEnum):
 
     `tokens`: nothing but token ids; layer 0's input is the embedding, so this is all it needs. `hidden`: the normed
     hidden states that enter the layer's attention (HCache, EuroSys'25, section 3, there before the norm).
-    `pre_rope_kv`: keys and values before RoPE. KV after RoPE are never stored: they are bound to a position.
+    `pre_rope_kv`: keys (after the K norm where there is one) and values before RoPE. KV after RoPE are never stored:
+    they are bound to a position.
     """
 
     TOKENS = "tokens"
     HIDDEN = "hidden"
     PRE_ROPE_KV = "pre_rope_kv"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is encoded for each layer, in order."""
+        match self:
+            case Form.TOKENS:
+                return ()
+            case Form.HIDDEN:
+                return (Part.HIDDEN,)
+            case Form.PRE_ROPE_KV:
+                return (Part.KEYS, Part.VALUES)
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,7 @@ class LayerFormat:
 
     Attributes:
         form: what is stored.
-        width: values per token; 0 for `tokens`.
+        width: values per token and part; 0 for `tokens`.
         codec: name of the codec that turns values into bytes.
     """
 
@@ -49,13 +64,35 @@ class StateFormat:
     dtype: str
     layers: tuple[LayerFormat, ...]
 
-    def codec(self, layer: int) -> Codec:
-        """The codec of a layer."""
-        return codec_named(self.layers[layer].codec, self.dtype)
+    def codecs(self, layer: int) -> list[Codec]:
+        """The codecs of a layer's parts."""
+        it = self.layers[layer]
+        return [codec_named(it.codec, self.dtype, part) for part in it.form.parts]
 
-    def row_bytes(self, layer: int) -> int:
-        """Bytes per token of a layer."""
-        return self.codec(layer).row_bytes(self.layers[layer].width)
+    def size(self, layer: int, tokens: int) -> int:
+        """Bytes of a layer of a chunk."""
+        return sum(codec.size(tokens, self.layers[layer].width) for codec in self.codecs(layer))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of all layers, for one token among many."""
+        return sum(
+            codec.bytes_per_token(self.layers[layer].width)
+            for layer in self.stored_layers
+            for codec in self.codecs(layer)
+        )
+
+    def encode(self, layer: int, states: Tensor) -> Tensor:
+        """States of a layer of a chunk, `[parts, tokens, width]`, to `[size(layer, tokens)]` uint8."""
+        return torch.cat([codec.encode(part) for codec, part in zip(self.codecs(layer), states.unbind(), strict=True)])
+
+    def decode(self, layer: int, data: Tensor, out: Tensor) -> None:
+        """Inverse of `encode`, into `out`, `[parts, tokens, width]`, whose parts are contiguous."""
+        start = 0
+        for codec, part in zip(self.codecs(layer), out.unbind(), strict=True):
+            end = start + codec.size(*part.shape)
+            codec.decode(data[start:end], part)
+            start = end
 
     @property
     def stored_layers(self) -> list[int]:
@@ -65,7 +102,7 @@ class StateFormat:
     @property
     def exact(self) -> bool:
         """Whether decoding gives back exactly what was encoded."""
-        return all(self.codec(layer).exact for layer in self.stored_layers)
+        return all(codec.exact for layer in self.stored_layers for codec in self.codecs(layer))
 
     def to_json(self) -> str:
         """Canonical JSON; equal formats give equal text."""
@@ -85,11 +122,5 @@ class StateFormat:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a state format: {text[:80]}") from error
         for layer in range(len(layers)):
-            format.codec(layer)
+            format.codecs(layer)
         return format
-
-
-def hidden_format(layers: int, hidden_size: int, codec: str, dtype: str) -> StateFormat:
-    """Hidden states for every layer but the first, which needs only token ids."""
-    hidden = LayerFormat(Form.HIDDEN, hidden_size, codec)
-    return StateFormat(dtype, (LayerFormat(Form.TOKENS, 0, codec), *[hidden] * (layers - 1)))

@@ -14,7 +14,9 @@ class MissReason(StrEnum):
     """What was wrong, or why stored states would not do."""
 
     NOT_STORED = "not_stored"
-    """No states were ever stored for this text."""
+    """No states are stored for this text."""
+    EVICTED = "evicted"
+    """The states were given up, or never kept, because the byte budget was short."""
     MISSING = "missing"
     """The shard file is gone."""
     TRUNCATED = "truncated"
@@ -23,7 +25,7 @@ class MissReason(StrEnum):
     """The bytes are not those that were written."""
     TOKEN_IDS = "token_ids"  # noqa: S105
     """The states belong to other tokens."""
-    STALE_KEY = "stale_key"
+    FINGERPRINT = "fingerprint"
     """The states were encoded by another model or after another prefix."""
     CODEC = "codec"
     """The states are in a form or codec this version does not know."""
@@ -46,3 +48,12 @@ class Miss:
     chunk_id: str
     reason: MissReason
     detail: str
+
+
+class UnusableStatesError(Exception):
+    """Stored states that must not be used; whoever reads states turns it into a miss."""
+
+    def __init__(self, reason: MissReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail

@@ -1,11 +1,16 @@
-"""What the store knows about documents, chunks and the states of chunks."""
+"""What the store knows about documents, chunks, shards and the states of chunks."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+_RANGES_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8")])
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class ChunkRecord:
         metadata: the document's.
         token_ids: what the language model sees, header included. The truth: states are checked against them.
         states: stored states; `None` when there are none.
+        evicted: there are none because the byte budget was short.
     """
 
     vector_id: int
@@ -85,6 +91,78 @@ class ChunkRecord:
     metadata: dict[str, Any]
     token_ids: tuple[int, ...] = field(repr=False)
     states: StoredStates | None = field(repr=False)
+    evicted: bool = False
+
+
+@dataclass(frozen=True)
+class NewChunk:
+    """A chunk about to become visible.
+
+    Attributes:
+        vector_id: from `StoreWriter.new_vector_ids`.
+        chunk_id: `<document id>#<ordinal>`.
+        ordinal: place in its document.
+        text: what is shown as a source.
+        token_ids: what the language model sees.
+        key: key of its states, whether there are any or not.
+    """
+
+    vector_id: int
+    chunk_id: str
+    ordinal: int
+    text: str
+    token_ids: tuple[int, ...]
+    key: str
+
+
+DocumentChunks = tuple[DocumentRecord, Sequence[NewChunk]]
+"""A document with all of its chunks."""
+
+
+@dataclass(frozen=True)
+class NewStates:
+    """States in a finished shard that no catalog names yet.
+
+    Attributes:
+        key: what they depend on.
+        cost: what computing them again would take, in FLOPs.
+        ranges: token ids first, then each stored layer.
+    """
+
+    key: str
+    cost: float
+    ranges: tuple[ByteRange, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.ranges[0].length // 4
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that these states take, without what is around them in the file."""
+        return sum(it.length for it in self.ranges)
+
+
+@dataclass(frozen=True)
+class NewShard:
+    """A finished shard that no catalog names yet.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        checksum: xxh3 (64 bit, hexadecimal) of the whole file.
+        format: form and codec of each layer, as JSON.
+        fingerprint: digest of the model's fingerprint.
+        states: what it holds.
+    """
+
+    path: Path
+    bytes: int
+    checksum: str
+    format: str
+    fingerprint: str
+    states: tuple[NewStates, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -110,3 +188,23 @@ class VectorsVersion:
 
 
 NO_VECTORS = VectorsVersion(0, "")
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as they are stored: int32, little-endian."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_token_ids(blob: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_token_ids`."""
+    return tuple(np.frombuffer(blob, dtype="<i4").tolist())
+
+
+def pack_ranges(ranges: Sequence[ByteRange]) -> bytes:
+    """Byte ranges as they are stored: three uint64 each, little-endian."""
+    return np.array([(r.offset, r.length, r.checksum) for r in ranges], dtype=_RANGES_DTYPE).tobytes()
+
+
+def unpack_ranges(blob: bytes) -> tuple[ByteRange, ...]:
+    """Inverse of `pack_ranges`."""
+    return tuple(ByteRange(*row) for row in np.frombuffer(blob, dtype=_RANGES_DTYPE).tolist())

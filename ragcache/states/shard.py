@@ -1,34 +1,52 @@
-"""Shard files: immutable Arrow IPC files that explain themselves.
+"""Shard files: immutable Arrow IPC or Parquet files that explain themselves.
 
-One record batch per chunk, one row per token. The column `token_id` holds the ids, a fixed-size binary column
-`layer_NNN` each stored layer. Arrow keeps a column of a batch in one contiguous buffer, so a layer of a chunk is one
-byte range: any Arrow tool can open the file, and the restorer reads just those ranges with positioned reads, without
-Arrow. Schema metadata say which model and which format, batch metadata which chunk.
+One row per chunk, and one record batch (Arrow) or row group (Parquet) per row. Columns say which chunk it is; the
+column `layer_NNN` holds a stored layer, encoded, as one binary value. Neither compression nor dictionaries nor
+statistics: the value lies in the file as it is, in one run of bytes. So any Arrow tool can open the file, and the
+restorer reads just those runs with positioned reads, without Arrow. Schema metadata say which model and which format.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 from torch import Tensor
 
+from ragcache.states.durable import DurableFile
 from ragcache.states.form import StateFormat
-from ragcache.states.records import ByteRange
+from ragcache.states.records import ByteRange, NewShard, NewStates, pack_token_ids
 
-SHARD_VERSION = 1
+SHARD_VERSION = 2
 SCHEMA_KEY = b"ragcache.shard"
-BATCH_KEY = b"ragcache.chunk"
-TEMPORARY_PREFIX = ".writing-"
+
+_DESCRIPTION = (
+    pa.field("key", pa.string(), nullable=False),
+    pa.field("chunk_id", pa.string(), nullable=False),
+    pa.field("document_id", pa.string(), nullable=False),
+    pa.field("ordinal", pa.int32(), nullable=False),
+    pa.field("title", pa.string(), nullable=False),
+    pa.field("text", pa.string(), nullable=False),
+    pa.field("cost", pa.float64(), nullable=False),
+    pa.field("xxh3", pa.list_(pa.field("item", pa.uint64(), nullable=False)), nullable=False),
+    pa.field("token_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+)
+
+
+class Container(StrEnum):
+    """File format of a shard; also the end of its name."""
+
+    ARROW = "arrow"
+    PARQUET = "parquet"
 
 
 @dataclass(frozen=True)
@@ -38,107 +56,186 @@ class ShardEntry:
     Attributes:
         key: what the states depend on.
         token_ids: the chunk's ids.
-        layers: for each stored layer `[tokens, row_bytes]` uint8.
-        description: chunk id, text and the like, as JSON values; it makes the shard readable without the catalog.
+        layers: for each stored layer its bytes, a run of uint8.
+        cost: what computing them again would take, in FLOPs.
+        chunk_id, document_id, ordinal, title, text: make the shard readable without the catalog.
     """
 
     key: str
     token_ids: tuple[int, ...]
     layers: Mapping[int, Tensor]
-    description: dict[str, Any]
+    cost: float = 0.0
+    chunk_id: str = ""
+    document_id: str = ""
+    ordinal: int = 0
+    title: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class ShardOrigin:
+    """What all states of a shard were made with.
+
+    Attributes:
+        store: id of the store they belong to.
+        fingerprint: of the model, as JSON.
+        digest: of the fingerprint.
+        prefix: token ids that the chunks were encoded after.
+        generation: of the store when the shard was begun. Of several shards with the same states the youngest counts.
+    """
+
+    store: str
+    fingerprint: str
+    digest: str
+    prefix: tuple[int, ...]
+    generation: int
 
 
 class ShardWriter:
-    """Writes one shard under a temporary name; `close` makes it durable and gives it its final name,
-    `abort` removes it."""
+    """Writes one shard; `close` makes it durable and gives it its name, `abort` removes it."""
 
-    def __init__(self, folder: Path, format: StateFormat, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, format: StateFormat, container: Container, origin: ShardOrigin) -> None:
         self.format = format
-        self.name = f"{uuid.uuid4().hex}.arrow"
         self.bytes = 0
-        self._folder = folder
-        self._temporary = folder / f"{TEMPORARY_PREFIX}{self.name}"
-        self._checksums: list[list[int]] = []
-        description = {"version": SHARD_VERSION, "format": json.loads(format.to_json()), **identity}
-        columns = [
-            pa.field(f"layer_{layer:03d}", pa.binary(format.row_bytes(layer)), nullable=False)
-            for layer in format.stored_layers
-        ]
-        self._schema = pa.schema(
-            [pa.field("token_id", pa.int32(), nullable=False), *columns],
-            metadata={SCHEMA_KEY: json.dumps(description)},
-        )
-        self._file = self._temporary.open("wb")
-        self._writer = pa.ipc.new_file(self._file, self._schema)
+        self._origin = origin
+        header = {
+            "version": SHARD_VERSION,
+            "store": origin.store,
+            "fingerprint": json.loads(origin.fingerprint),
+            "digest": origin.digest,
+            "prefix": origin.prefix,
+            "generation": origin.generation,
+            "format": json.loads(format.to_json()),
+        }
+        layers = [pa.field(f"layer_{layer:03d}", pa.binary(), nullable=False) for layer in format.stored_layers]
+        self._schema = pa.schema([*_DESCRIPTION, *layers], metadata={SCHEMA_KEY: json.dumps(header)})
+        self._container = container
+        self._file = DurableFile(folder / f"{uuid.uuid4().hex}.{container}")
+        self._writer = self._open_writer()
 
     def add(self, entry: ShardEntry) -> None:
         """Append a chunk."""
-        rows = len(entry.token_ids)
-        token_ids = np.asarray(entry.token_ids, dtype="<i4")
         payloads = [entry.layers[layer].numpy() for layer in self.format.stored_layers]
-        columns = [
-            pa.FixedSizeBinaryArray.from_buffers(pa.binary(payload.shape[1]), rows, [None, pa.py_buffer(payload)])
-            for payload in payloads
-        ]
-        checksums = [xxhash.xxh3_64_intdigest(buffer.data) for buffer in (token_ids, *payloads)]
-        names = self._schema.names
-        description = {
-            **entry.description,
-            "key": entry.key,
-            "xxh3": dict(zip(names, checksums, strict=True)),
-        }
-        batch = pa.record_batch([pa.array(token_ids, type=pa.int32()), *columns], schema=self._schema)
-        self._writer.write_batch(batch, custom_metadata={BATCH_KEY: json.dumps(description)})
-        self._checksums.append(checksums)
+        checksums = [xxhash.xxh3_64_intdigest(pack_token_ids(entry.token_ids))]
+        checksums += [xxhash.xxh3_64_intdigest(payload.data) for payload in payloads]
+        values = {**vars(entry), "xxh3": checksums}
+        columns = [pa.array([values[field.name]], type=field.type) for field in _DESCRIPTION]
+        columns += [_one_binary(payload) for payload in payloads]
+        batch = pa.record_batch(columns, schema=self._schema)
+        self._writer.write_batch(batch)
         self.bytes += batch.nbytes
 
-    def close(self) -> list[tuple[ByteRange, ...]]:
-        """Finish the file.
-
-        Returns:
-            For each chunk in the order added, the byte ranges of its token ids and stored layers.
-        """
+    def close(self) -> NewShard:
+        """Finish the file."""
         self._writer.close()
         self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self.bytes = self._temporary.stat().st_size
-        ranges = _byte_ranges(self._temporary, self._checksums)
-        self._temporary.rename(self._folder / self.name)
-        sync_folder(self._folder)
-        return ranges
+        content = read_shard(self._file.temporary, self._container)
+        self._file.commit()
+        return NewShard(
+            path=self._file.path,
+            bytes=self._file.size,
+            checksum=self._file.checksum,
+            format=self.format.to_json(),
+            fingerprint=self._origin.digest,
+            states=content.states,
+        )
 
     def abort(self) -> None:
         """Leave nothing behind."""
-        # On a full disk even closing fails, because it flushes.
-        with suppress(OSError):
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._file.abort()
+
+    def _open_writer(self) -> Any:
+        if self._container is Container.ARROW:
+            return pa.ipc.new_file(self._file, self._schema)
+        return pq.ParquetWriter(
+            self._file,
+            self._schema,
+            compression="NONE",
+            use_dictionary=False,
+            write_statistics=False,
+            data_page_version="1.0",
+        )
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames and new files in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+@dataclass(frozen=True)
+class ShardContent:
+    """What a shard says about itself.
+
+    Attributes:
+        header: the JSON of its schema metadata.
+        format: form and codec of each layer.
+        states: key, cost and byte ranges of each chunk.
+    """
+
+    header: dict[str, Any]
+    format: StateFormat
+    states: tuple[NewStates, ...]
+
+
+def read_shard(path: Path, container: Container) -> ShardContent:
+    """Where everything lies in a shard, from the file alone.
+
+    Raises:
+        ValueError, OSError: it is damaged, or not a shard of this version.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        schema, rows, ends = _arrow_ends(path) if container is Container.ARROW else _parquet_ends(path)
+        header = json.loads((schema.metadata or {})[SCHEMA_KEY])
+        if header["version"] != SHARD_VERSION:
+            raise ValueError(f"{path} is of shard version {header['version']}, not {SHARD_VERSION}")
+        format = StateFormat.from_json(json.dumps(header["format"]))
+        states = tuple(_states(row, row_ends, format) for row, row_ends in zip(rows, ends, strict=True))
+    except (pa.ArrowException, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return ShardContent(header, format, states)
 
 
-def _byte_ranges(path: Path, checksums: list[list[int]]) -> list[tuple[ByteRange, ...]]:
-    """Where each column's buffer lies in the file: its address in a mapping of the file, less the mapping's own."""
+def _states(row: dict[str, Any], ends: list[int], format: StateFormat) -> NewStates:
+    """A row's states; the lengths of what ends there follow from the format."""
+    tokens = len(row["token_ids"])
+    lengths = [4 * tokens, *(format.size(layer, tokens) for layer in format.stored_layers)]
+    places = zip(ends, lengths, row["xxh3"], strict=True)
+    ranges = tuple(ByteRange(end - length, length, checksum) for end, length, checksum in places)
+    return NewStates(row["key"], row["cost"], ranges)
+
+
+_Ends = list[list[int]]
+"""For each chunk where its token ids end in the file, then where each layer does."""
+
+
+def _arrow_ends(path: Path) -> tuple[pa.Schema, list[dict[str, Any]], _Ends]:
+    """A buffer's place is its address in a mapping of the file, less the mapping's own."""
     with pa.memory_map(str(path)) as source:
         base = source.read_buffer(source.size()).address
         reader = pa.ipc.open_file(source)
-        result = []
-        for index, batch_checksums in enumerate(checksums):
+        rows: list[dict[str, Any]] = []
+        ends: _Ends = []
+        for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
-            buffers = [column.buffers()[1] for column in batch.columns]
-            lengths = [batch.num_rows * column.type.byte_width for column in batch.columns]
-            result.append(
-                tuple(
-                    ByteRange(buffer.address - base, length, checksum)
-                    for buffer, length, checksum in zip(buffers, lengths, batch_checksums, strict=True)
-                )
-            )
-        return result
+            batch.validate(full=True)
+            rows += batch.select([field.name for field in _DESCRIPTION]).to_pylist()
+            ids = batch.column("token_ids").values
+            buffers = [(ids.buffers()[1], 4 * len(ids))]
+            for column in batch.columns[len(_DESCRIPTION) :]:
+                _, offsets, payload = column.buffers()
+                buffers.append((payload, int(np.frombuffer(offsets, dtype=np.int32, count=2)[1])))
+            ends.append([buffer.address + size - base for buffer, size in buffers])
+        return reader.schema, rows, ends
+
+
+def _parquet_ends(path: Path) -> tuple[pa.Schema, list[dict[str, Any]], _Ends]:
+    """A column chunk of one plainly encoded value ends with it."""
+    with pq.ParquetFile(path) as file:
+        rows: list[dict[str, Any]] = []
+        ends: _Ends = []
+        for index in range(file.num_row_groups):
+            rows += file.read_row_group(index, columns=[field.name for field in _DESCRIPTION]).to_pylist()
+            group = file.metadata.row_group(index)
+            columns = [group.column(number) for number in range(len(_DESCRIPTION) - 1, group.num_columns)]
+            ends.append([column.data_page_offset + column.total_compressed_size for column in columns])
+        return file.schema_arrow, rows, ends
+
+
+def _one_binary(payload: np.ndarray[Any, np.dtype[np.uint8]]) -> pa.Array:
+    offsets = np.array([0, payload.nbytes], dtype=np.int32)
+    return pa.BinaryArray.from_buffers(pa.binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(payload)])

@@ -2,22 +2,23 @@
 
     store.toml       settings its content depends on
     catalog.sqlite   what is visible
-    shards/          states
+    shards/          states, and the journal of commits
     vectors/         vector index, one file per generation
+    usage.sqlite     how often states were wanted
     writer.lock      held by the one process that may write
 
-Commit protocol: shard to a temporary name, fsync, rename, fsync of the folder; vector index likewise; then one
-transaction that makes both visible. Whatever dies in between leaves the old store whole.
+Commit protocol: shard to a temporary name, fsync, rename, fsync of the folder; vector index and journal likewise; then
+one transaction that makes all of it visible. Whatever dies in between leaves the old store whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
-import tempfile
 import tomllib
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,18 @@ from filelock import FileLock, Timeout
 from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, StoreNotFoundError
 from ragcache.settings import STORE_TOML, Settings, stored_settings
 from ragcache.states.catalog import Catalog
+from ragcache.states.durable import TEMPORARY_PREFIX, write_durably
+from ragcache.states.folders import shard_files, unfinished_files
+from ragcache.states.journal import JournalFile, journal_files
 from ragcache.states.records import NO_VECTORS
-from ragcache.states.shard import TEMPORARY_PREFIX, sync_folder
+from ragcache.states.usage import USAGE, Usage
 
 CATALOG = "catalog.sqlite"
 SHARDS = "shards"
 VECTORS = "vectors"
 LOCK = "writer.lock"
-TOML_TEMPORARY = f".{STORE_TOML}-"
+REPLACED = "catalog.replaced-"
+"""Start of the name of the folder that a catalog goes to when `ragcache rebuild` makes another."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class StoreIdentity:
     embedding: str
     prefix: tuple[int, ...]
 
+    @property
+    def digest(self) -> str:
+        """sha256 of the fingerprint, the part of every key that stands for the model."""
+        return hashlib.sha256(self.fingerprint.encode()).hexdigest()
+
 
 class StateStore:
     """An existing store, open for reading; `ragcache.states.writer.StoreWriter` writes to it."""
@@ -61,6 +71,7 @@ class StateStore:
         self.shard_folder = self.path / SHARDS
         self.vector_folder = self.path / VECTORS
         self.catalog = Catalog(self.path / CATALOG, self.shard_folder)
+        self.usage = Usage(self.path / USAGE)
         self._made_settings = False
 
     @classmethod
@@ -77,16 +88,17 @@ class StateStore:
         if (path / CATALOG).is_file() and cls(path).catalog.meta():
             return True
         # What a creation that was killed leaves behind may be written over, a user's own files not.
-        ours = {STORE_TOML, CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", SHARDS, VECTORS, LOCK}
-        names = {entry.name for entry in path.iterdir() if not entry.name.startswith(TOML_TEMPORARY)}
-        if foreign := sorted(names - ours):
+        ours = (CATALOG, REPLACED, USAGE, TEMPORARY_PREFIX)
+        names = {entry.name for entry in path.iterdir() if not entry.name.startswith(ours)}
+        if foreign := sorted(names - {STORE_TOML, SHARDS, VECTORS, LOCK}):
             raise StoreError(
                 f"{path} is not a ragcache store and holds other files ({foreign[0]}); give a new or empty folder"
             )
         # The catalog is made before the first shard, so shards without one are the remains of a store.
-        if any((path / SHARDS).glob("*.arrow")):
+        if any(shard_files(path / SHARDS)) or ((path / SHARDS).is_dir() and journal_files(path / SHARDS)):
             raise StoreError(
-                f"{path / CATALOG} is gone or empty, yet there are states; delete the store and index again"
+                f"{path / CATALOG} is gone or empty, yet there are states; make it anew with: "
+                f"ragcache rebuild --store {path}"
             )
         return False
 
@@ -103,8 +115,14 @@ class StateStore:
         return cls(path)
 
     @classmethod
-    def create(cls, path: Path, identity: StoreIdentity, settings: Settings) -> StateStore:
+    def create(cls, path: Path, identity: StoreIdentity, settings: Settings, *, wait: bool = False) -> StateStore:
         """Make an empty store, or open the one that another process made meanwhile.
+
+        Args:
+            path: of the new store.
+            identity: what its states will be made with.
+            settings: for its `store.toml`.
+            wait: until another process that is making it is done.
 
         Raises:
             StoreError: the path cannot be written to.
@@ -113,7 +131,7 @@ class StateStore:
         try:
             for folder in (path, path / SHARDS, path / VECTORS):
                 folder.mkdir(parents=True, exist_ok=True)
-            with hold_lock(path):
+            with hold_lock(path, wait=wait):
                 store = cls(path)
                 if not cls.exists(path):
                     for leftover in path.glob(f"{CATALOG}*"):
@@ -121,6 +139,7 @@ class StateStore:
                     store._made_settings = not (path / STORE_TOML).exists()
                     store.write_settings(settings)
                     meta = {
+                        "store_id": uuid.uuid4().hex,
                         "fingerprint": identity.fingerprint,
                         "embedding": identity.embedding,
                         "prefix": json.dumps(identity.prefix),
@@ -130,6 +149,11 @@ class StateStore:
         except OSError as error:
             raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
 
+    @property
+    def id(self) -> str:
+        """Tells this store's shards from those of others in the same folder."""
+        return self.catalog.meta().get("store_id", "")
+
     def identity(self) -> StoreIdentity:
         """What the store was made with.
 
@@ -138,9 +162,12 @@ class StateStore:
         """
         meta = self.catalog.meta()
         try:
+            if not meta["store_id"].isalnum():
+                raise ValueError("the store's id is none")
             if not isinstance(json.loads(meta["fingerprint"]), dict):
                 raise TypeError("the fingerprint is no JSON object")
-            return StoreIdentity(meta["fingerprint"], meta["embedding"], tuple(json.loads(meta["prefix"])))
+            prefix = tuple(json.loads(meta["prefix"]))
+            return StoreIdentity(meta["fingerprint"], meta["embedding"], prefix)
         except (KeyError, TypeError, ValueError) as error:
             raise self.catalog.damaged(repr(error)) from error
 
@@ -189,14 +216,7 @@ class StateStore:
             wanted = current | stored_settings(settings)
             if wanted == current:
                 return
-            descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=TOML_TEMPORARY)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(tomli_w.dumps(wanted))
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
-            sync_folder(self.path)
+            write_durably(path, tomli_w.dumps(wanted).encode())
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -206,7 +226,7 @@ class StateStore:
             return
         for name in (SHARDS, VECTORS):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for file in (*self.path.glob(f"{CATALOG}*"), self.path / LOCK):
+        for file in (*self.path.glob(f"{CATALOG}*"), *self.path.glob(f"{USAGE}*"), self.path / LOCK):
             file.unlink(missing_ok=True)
         if self._made_settings:
             (self.path / STORE_TOML).unlink(missing_ok=True)
@@ -214,41 +234,62 @@ class StateStore:
         with suppress(OSError):
             self.path.rmdir()
 
-    def orphans(self) -> list[Path]:
-        """Finished shard files that no catalog entry points to, left by a writer that died before its commit."""
-        known = self.catalog.shards()
-        files = sorted(self.shard_folder.glob("[!.]*.arrow"))
-        return [file for file in files if file.name not in known and file.is_file()]
+    def orphans(self, folders: Iterable[Path] = ()) -> list[Path]:
+        """Finished files that the catalog does not know, left by a writer that died before its commit.
 
-    def clean(self) -> None:
+        Args:
+            folders: more folders of this store's shards than the catalog names.
+        """
+        shards = self.catalog.shards()
+        searched = {self.shard_folder, *folders, *(path.parent for path in shards)}
+        files = [file for folder in sorted(searched) for file in shard_files(folder) if file not in shards]
+        generation = self.catalog.vectors().generation
+        return files + [it.path for it in self.journal() if it.generation > generation]
+
+    def journal(self) -> list[JournalFile]:
+        """Files of the journal, oldest commit first, whether committed or not."""
+        return journal_files(self.shard_folder) if self.shard_folder.is_dir() else []
+
+    def clean(self, folders: Iterable[Path] = ()) -> None:
         """Remove what writers that died have left, and make folders again that are gone.
 
         To be called by the process that holds the lock.
         """
         for folder in (self.shard_folder, self.vector_folder):
             folder.mkdir(exist_ok=True)
-        unfinished = [*self.path.glob(f"{TOML_TEMPORARY}*"), *self.shard_folder.glob(f"{TEMPORARY_PREFIX}*")]
-        for leftover in (*unfinished, *self.orphans()):
+        searched = {self.path, self.shard_folder, *folders, *(path.parent for path in self.catalog.shards())}
+        unfinished = [file for folder in searched for file in unfinished_files(folder)]
+        for leftover in (*unfinished, *self.orphans(folders), *_superseded(self.journal())):
             leftover.unlink(missing_ok=True)
 
     def broken_shards(self) -> list[str]:
         """Names of shards in the catalog whose file is gone or of another size than was written."""
-        return [name for name, size in self.catalog.shards().items() if _size(self.shard_folder / name) != size]
+        return [path.name for path, size in self.catalog.shards().items() if _size(path) != size]
+
+
+def _superseded(journal: list[JournalFile]) -> list[Path]:
+    """Files from before the last snapshot."""
+    last = max((index for index, file in enumerate(journal) if file.snapshot), default=0)
+    return [file.path for file in journal[:last]]
 
 
 @contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
+def hold_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Be the one process that writes to the store at a path. The lock goes with the process, however it ends.
 
+    Args:
+        path: folder of the store.
+        wait: until another process that holds it is done.
+
     Raises:
-        StoreLockedError: another process is.
+        StoreLockedError: another process is writing, and `wait` is false.
         StoreError: the folder cannot be written to.
     """
     lock = FileLock(path / LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=-1 if wait else 0)
     except Timeout:
-        raise StoreLockedError(f"another process is writing to {path}; wait for it to finish, or stop it") from None
+        raise StoreLockedError(f"another process is writing to {path}; wait for it (--wait), or stop it") from None
     except OSError as error:
         raise StoreError(f"cannot write to {path}: {error.strerror or error}; see to its permissions") from error
     try:

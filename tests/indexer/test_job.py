@@ -123,8 +123,8 @@ def test_metadata_and_title_count_as_a_change(open_tiny: OpenTiny) -> None:
 def test_equal_documents_are_encoded_once(open_tiny: OpenTiny) -> None:
     text = make_document(1).text
     report = open_tiny().index([Document("a", text, "T"), Document("b", text, "T")])
-    single = open_tiny(path=None).store.catalog.sizes()
-    assert report.encoded_tokens == single["tokens"] / 2
+    single = open_tiny(path=None).stats()
+    assert report.encoded_tokens == single.tokens / 2
 
 
 def test_delete_then_add_never_mixes_up_chunks(open_tiny: OpenTiny) -> None:
@@ -180,7 +180,7 @@ def test_many_shards(open_tiny: OpenTiny) -> None:
     cache = open_tiny(shard_megabytes=1, batch_tokens=300)
     many = documents(*range(60))
     cache.index(many)
-    assert cache.store.catalog.sizes()["shards"] > 2
+    assert cache.stats().shards > 2
     assert len(contents(cache)) == 60
     answer = cache.query("Which ships passed?", top_k=12)
     assert not answer.misses
@@ -324,7 +324,7 @@ def test_an_encoder_keeps_chunks_apart(open_tiny: OpenTiny) -> None:
     together = encoder.encode(chunks)
     for chunk, states in zip(chunks, together, strict=True):
         assert set(states) == {1, 2}
-        assert all(len(rows) == len(chunk) for rows in states.values())
+        assert all(len(run) == encoder.format.size(layer, len(chunk)) for layer, run in states.items())
 
 
 def test_interrupting_is_safe(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from ragcache import RagCache
 from ragcache.model.certify import relative_error
 from ragcache.model.kv_cache import KVCache
 from ragcache.restore.restorer import BLOCK_TOKENS, Placement, Restorer, RestoreReport
-from ragcache.states.form import hidden_format
 from ragcache.states.key import state_key
 from ragcache.states.miss import MissReason
 from ragcache.states.records import ChunkRecord
 from tests.conftest import make_document
+from tests.formats import hidden_format
 
 OpenTiny = Callable[..., RagCache]
 
@@ -191,8 +191,8 @@ FAULTS: dict[Fault, MissReason] = {
     vanished: MissReason.MISSING,
     unreadable: MissReason.IO,
     never_stored: MissReason.NOT_STORED,
-    of_another_model: MissReason.STALE_KEY,
-    of_other_tokens: MissReason.STALE_KEY,
+    of_another_model: MissReason.FINGERPRINT,
+    of_other_tokens: MissReason.FINGERPRINT,
     in_an_unknown_codec: MissReason.CODEC,
     of_another_shape: MissReason.CODEC,
     with_wrong_length: MissReason.CODEC,

@@ -78,13 +78,13 @@ def test_generations(tmp_path: Path) -> None:
     first = index.save(tmp_path, 1)
     index.add([7], vectors[2:3])
     second = index.save(tmp_path, 2)
-    assert len(VectorIndex.load(tmp_path, first, 16)) == 2
-    assert VectorIndex.load(tmp_path, second, 16).search(vectors[[2]], 1)[0][0] == 7
+    assert len(VectorIndex.load(tmp_path, first)) == 2
+    assert VectorIndex.load(tmp_path, second).search(vectors[[2]], 1)[0][0] == 7
     (tmp_path / ".writing-x.faiss").touch()
     remove_other_generations(tmp_path, 2)
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(VectorsError, match="cannot be read"):
-        VectorIndex.load(tmp_path, first, 16)
+        VectorIndex.load(tmp_path, first)
 
 
 def test_an_older_file_under_a_newer_name_is_not_taken(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_an_older_file_under_a_newer_name_is_not_taken(tmp_path: Path) -> None:
     old, new = sorted(tmp_path.iterdir())
     old.replace(new)
     with pytest.raises(VectorsError, match="damaged"):
-        VectorIndex.load(tmp_path, second, 16)
+        VectorIndex.load(tmp_path, second)
 
 
 @given(data=st.data())
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_never_loaded(tmp_path_factory: pytest.TempPathFactory
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     with pytest.raises(VectorsError, match="damaged"):
-        VectorIndex.load(folder, version, 16)
+        VectorIndex.load(folder, version)
 
 
 def test_an_empty_index_finds_nothing() -> None:

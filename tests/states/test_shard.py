@@ -1,30 +1,39 @@
+"""Shard files in both containers: other tools open them, and exact byte ranges hold the states."""
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
 import duckdb
-import numpy as np
+import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ragcache.states.form import Form, LayerFormat, StateFormat, hidden_format
+from ragcache.states.durable import TEMPORARY_PREFIX, file_checksum
+from ragcache.states.form import Form, LayerFormat, StateFormat
 from ragcache.states.key import state_key
-from ragcache.states.records import ByteRange
-from ragcache.states.shard import BATCH_KEY, SCHEMA_KEY, TEMPORARY_PREFIX, ShardEntry, ShardWriter
+from ragcache.states.miss import MissReason, UnusableStatesError
+from ragcache.states.reading import read_states
+from ragcache.states.records import NewShard, NewStates, StoredStates, pack_token_ids
+from ragcache.states.shard import SCHEMA_KEY, Container, ShardEntry, ShardOrigin, ShardWriter, read_shard
+from tests.formats import hidden_format, mixed_format
 
-FORMAT = hidden_format(3, 70, "int8", "bfloat16")
+FORMAT = mixed_format("int8", "bfloat16")
+ORIGIN = ShardOrigin("store", '{"weights": "abc"}', "digest", (1, 2, 3), 7)
 
 
 def entry(number: int, tokens: int) -> ShardEntry:
     layers = {
-        layer: torch.randint(256, (tokens, FORMAT.row_bytes(layer)), dtype=torch.uint8)
-        for layer in FORMAT.stored_layers
+        layer: torch.randint(256, (FORMAT.size(layer, tokens),), dtype=torch.uint8) for layer in FORMAT.stored_layers
     }
-    description = {"chunk_id": f"d#{number}", "text": "naïve text ☃", "metadata": {"page": number}}
-    return ShardEntry(f"key{number}", tuple(range(number, number + tokens)), layers, description)
+    ids = tuple(range(number, number + tokens))
+    return ShardEntry(f"key{number}", ids, layers, 2.5, f"d#{number}", "d", number, "Title", "naïve text ☃")
 
 
 @pytest.fixture
@@ -32,64 +41,129 @@ def entries() -> list[ShardEntry]:
     return [entry(number, tokens) for number, tokens in enumerate([5, 1, 512, 33])]
 
 
-def write(folder: Path, entries: list[ShardEntry]) -> tuple[Path, list[tuple[ByteRange, ...]]]:
-    writer = ShardWriter(folder, FORMAT, {"fingerprint": {"weights": "abc"}})
+@pytest.fixture(params=Container)
+def container(request: pytest.FixtureRequest) -> Container:
+    chosen: Container = request.param
+    return chosen
+
+
+def write(folder: Path, entries: list[ShardEntry], container: Container) -> NewShard:
+    writer = ShardWriter(folder, FORMAT, container, ORIGIN)
     for item in entries:
         writer.add(item)
-    ranges = writer.close()
-    return folder / writer.name, ranges
+    return writer.close()
 
 
-def test_byte_ranges_hold_the_columns(tmp_path: Path, entries: list[ShardEntry]) -> None:
-    path, ranges = write(tmp_path, entries)
-    content = path.read_bytes()
-    for item, columns in zip(entries, ranges, strict=True):
-        expected = [np.asarray(item.token_ids, dtype="<i4").tobytes()]
+def stored(shard: NewShard, states: NewStates) -> StoredStates:
+    return StoredStates(states.key, shard.path, shard.format, states.ranges)
+
+
+def test_byte_ranges_hold_the_columns(tmp_path: Path, entries: list[ShardEntry], container: Container) -> None:
+    shard = write(tmp_path, entries, container)
+    content = shard.path.read_bytes()
+    for item, states in zip(entries, shard.states, strict=True):
+        expected = [pack_token_ids(item.token_ids)]
         expected += [item.layers[layer].numpy().tobytes() for layer in FORMAT.stored_layers]
-        for wanted, column in zip(expected, columns, strict=True):
+        assert (states.key, states.cost, states.tokens) == (item.key, 2.5, len(item.token_ids))
+        for wanted, column in zip(expected, states.ranges, strict=True):
             assert content[column.offset : column.offset + column.length] == wanted
             assert column.checksum == xxhash.xxh3_64_intdigest(wanted)
+        layers = read_states(stored(shard, states), item.token_ids)
+        assert all(torch.equal(layers[layer], item.layers[layer]) for layer in FORMAT.stored_layers)
+    assert shard.bytes == shard.path.stat().st_size
+    assert shard.checksum == file_checksum(shard.path)
 
 
-def test_pyarrow_opens_a_shard_and_it_explains_itself(tmp_path: Path, entries: list[ShardEntry]) -> None:
-    path, _ = write(tmp_path, entries)
-    with pa.ipc.open_file(path) as reader:
-        about = json.loads(reader.schema.metadata[SCHEMA_KEY])
-        assert about["fingerprint"] == {"weights": "abc"}
-        assert StateFormat.from_json(json.dumps(about["format"])) == FORMAT
-        assert reader.schema.names == ["token_id", "layer_001", "layer_002"]
+def check_table(table: pa.Table, entries: list[ShardEntry]) -> None:
+    about = json.loads(table.schema.metadata[SCHEMA_KEY])
+    assert (about["version"], about["store"], about["generation"]) == (2, "store", 7)
+    assert about["fingerprint"] == {"weights": "abc"}
+    assert about["prefix"] == [1, 2, 3]
+    assert StateFormat.from_json(json.dumps(about["format"])) == FORMAT
+    assert table.column("token_ids").to_pylist() == [list(item.token_ids) for item in entries]
+    assert table.column("text").to_pylist() == ["naïve text ☃"] * len(entries)
+    assert table.column("layer_001").to_pylist() == [item.layers[1].numpy().tobytes() for item in entries]
+    assert table.column("xxh3").to_pylist()[2][0] == xxhash.xxh3_64_intdigest(pack_token_ids(entries[2].token_ids))
+
+
+def test_pyarrow_pandas_and_duckdb_open_an_arrow_shard(tmp_path: Path, entries: list[ShardEntry]) -> None:
+    shard = write(tmp_path, entries, Container.ARROW)
+    with pa.ipc.open_file(shard.path) as reader:
         assert reader.num_record_batches == len(entries)
-        for index, item in enumerate(entries):
-            batch, metadata = reader.get_batch_with_custom_metadata(index)
-            chunk = json.loads(metadata[BATCH_KEY])
-            assert chunk["chunk_id"] == item.description["chunk_id"]
-            assert chunk["text"] == "naïve text ☃"
-            assert chunk["key"] == item.key
-            assert batch.column("token_id").to_pylist() == list(item.token_ids)
-            first = batch.column("layer_001")[0].as_py()
-            assert first == item.layers[1][0].numpy().tobytes()
-            assert chunk["xxh3"]["layer_002"] == xxhash.xxh3_64_intdigest(item.layers[2].numpy().data)
+    table = pa.ipc.open_file(shard.path).read_all()
+    check_table(table, entries)
+    assert list(pd.read_feather(shard.path)["chunk_id"]) == [item.chunk_id for item in entries]
+    rows = duckdb.from_arrow(table).aggregate("count(*), sum(octet_length(layer_001))").fetchall()
+    assert rows == [(len(entries), sum(FORMAT.size(1, len(item.token_ids)) for item in entries))]
 
 
-def test_duckdb_reads_a_shard(tmp_path: Path, entries: list[ShardEntry]) -> None:
-    path, _ = write(tmp_path, entries)
-    shard = pa.ipc.open_file(path).read_all()
-    rows = duckdb.from_arrow(shard).aggregate("count(*), sum(octet_length(layer_001))").fetchall()
-    tokens = sum(len(item.token_ids) for item in entries)
-    assert rows == [(tokens, tokens * FORMAT.row_bytes(1))]
+def test_pyarrow_pandas_and_duckdb_open_a_parquet_shard(tmp_path: Path, entries: list[ShardEntry]) -> None:
+    shard = write(tmp_path, entries, Container.PARQUET)
+    metadata = pq.read_metadata(shard.path)
+    assert metadata.num_row_groups == len(entries)
+    payload = metadata.row_group(0).column(metadata.num_columns - 1)
+    assert (payload.compression, payload.has_dictionary_page, payload.statistics) == ("UNCOMPRESSED", False, None)
+    check_table(pq.read_table(shard.path), entries)
+    assert list(pd.read_parquet(shard.path)["chunk_id"]) == [item.chunk_id for item in entries]
+    query = f"SELECT count(*), sum(octet_length(layer_001)), sum(len(token_ids)) FROM '{shard.path}'"  # noqa: S608
+    tokens = [len(item.token_ids) for item in entries]
+    assert duckdb.execute(query).fetchall() == [(4, sum(FORMAT.size(1, it) for it in tokens), sum(tokens))]
 
 
-def test_nothing_has_its_final_name_before_it_is_whole(tmp_path: Path, entries: list[ShardEntry]) -> None:
-    writer = ShardWriter(tmp_path, FORMAT, {})
+def test_nothing_has_its_final_name_before_it_is_whole(
+    tmp_path: Path, entries: list[ShardEntry], container: Container
+) -> None:
+    writer = ShardWriter(tmp_path, FORMAT, container, ORIGIN)
     writer.add(entries[0])
-    assert [path.name for path in tmp_path.iterdir()] == [TEMPORARY_PREFIX + writer.name]
+    (unfinished,) = tmp_path.iterdir()
+    assert unfinished.name.startswith(TEMPORARY_PREFIX)
     writer.abort()
     assert not list(tmp_path.iterdir())
 
 
+def test_a_shard_tells_what_its_writer_told(tmp_path: Path, entries: list[ShardEntry], container: Container) -> None:
+    shard = write(tmp_path, entries, container)
+    content = read_shard(shard.path, container)
+    assert content.states == shard.states
+    assert content.format == FORMAT
+
+
+def test_a_shard_of_another_version_is_not_read(
+    tmp_path: Path, entries: list[ShardEntry], container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache.states.shard.SHARD_VERSION", 3)
+    shard = write(tmp_path, entries, container)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="version 3"):
+        read_shard(shard.path, container)
+
+
+@given(data=st.data())
+def test_whatever_is_changed_states_are_right_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    container = data.draw(st.sampled_from(Container))
+    items = [entry(number, tokens) for number, tokens in enumerate([5, 33])]
+    shard = write(tmp_path_factory.mktemp("shard"), items, container)
+    content = bytearray(shard.path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.integers(1, len(content)) | st.none())
+    shard.path.write_bytes(content[:cut])
+    hit = 0
+    for item, states in zip(items, shard.states, strict=True):
+        try:
+            layers = read_states(stored(shard, states), item.token_ids)
+            assert all(torch.equal(layers[layer], item.layers[layer]) for layer in FORMAT.stored_layers)
+        except UnusableStatesError as fault:
+            hit += fault.reason in (MissReason.CHECKSUM, MissReason.TRUNCATED)
+    inside = [r.offset <= place < r.offset + r.length for states in shard.states for r in states.ranges]
+    assert hit or not any(inside)
+
+
 def test_formats_survive_json() -> None:
     assert StateFormat.from_json(FORMAT.to_json()) == FORMAT
-    assert FORMAT.layers[0] == LayerFormat(Form.TOKENS, 0, "int8")
+    assert hidden_format(3, 70, "int8", "bfloat16").layers[0] == LayerFormat(Form.TOKENS, 0, "int8")
     for nonsense in ("{}", "[]", '{"dtype": "x", "layers": [{"form": "unheard of", "width": 1, "codec": "raw"}]}'):
         with pytest.raises(ValueError, match=r"state format|not a valid Form"):
             StateFormat.from_json(nonsense)

@@ -11,11 +11,14 @@ import torch
 
 from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, StoreNotFoundError
 from ragcache.settings import load_settings
-from ragcache.states.form import hidden_format
-from ragcache.states.records import DocumentRecord, VectorsVersion
+from ragcache.states.folders import shard_files
+from ragcache.states.inventory import Inventory
+from ragcache.states.locked import WriteOptions
+from ragcache.states.records import DocumentRecord, NewChunk, VectorsVersion
 from ragcache.states.shard import ShardEntry
 from ragcache.states.store import StateStore, StoreIdentity
-from ragcache.states.writer import NewChunk, StoreWriter
+from ragcache.states.writer import StoreWriter
+from tests.formats import hidden_format
 
 FORMAT = hidden_format(2, 64, "int8", "float32")
 IDENTITY = StoreIdentity('{"dtype": "float32", "weights": "' + "a" * 64 + '"}', "e" * 64, (1, 2, 3))
@@ -27,12 +30,12 @@ def store(tmp_path: Path) -> StateStore:
 
 
 def open_writer(store: StateStore, shard_bytes: int = 10**6) -> StoreWriter:
-    return StoreWriter(store, FORMAT, shard_bytes)
+    return StoreWriter(store, FORMAT, WriteOptions(shard_bytes))
 
 
 def put(writer: StoreWriter, key: str, tokens: int = 4) -> None:
-    layers = {1: torch.full((tokens, FORMAT.row_bytes(1)), 7, dtype=torch.uint8)}
-    writer.put(ShardEntry(key, tuple(range(tokens)), layers, {"chunk_id": key}))
+    layers = {1: torch.full((FORMAT.size(1, tokens),), 7, dtype=torch.uint8)}
+    writer.put(ShardEntry(key, tuple(range(tokens)), layers, chunk_id=key))
 
 
 def document(writer: StoreWriter, name: str, keys: list[str]) -> tuple[DocumentRecord, list[NewChunk]]:
@@ -52,13 +55,17 @@ def add(store: StateStore, name: str, keys: list[str], generation: int) -> None:
         writer.commit([document(writer, name, keys)], [], VectorsVersion(generation, ""))
 
 
+def shards(store: StateStore) -> list[Path]:
+    return list(shard_files(store.shard_folder))
+
+
 def read_all(store: StateStore) -> list[object]:
     catalog = store.catalog
     chunks = catalog.chunks_by_id(["a#0", "a#1"])
     return [
         store.identity(),
         catalog.counts(),
-        catalog.sizes(),
+        Inventory(catalog).sizes(),
         catalog.signatures(),
         catalog.vector_ids(["a"]),
         [(chunk.text, chunk.token_ids, chunk.metadata) for chunk in chunks],
@@ -82,7 +89,7 @@ def test_committed_chunks_come_back(store: StateStore) -> None:
     assert second.states is not None
     assert second.states.key == "k1"
     assert second.states.format == FORMAT.to_json()
-    assert [r.length for r in second.states.ranges] == [16, 4 * FORMAT.row_bytes(1)]
+    assert [r.length for r in second.states.ranges] == [16, FORMAT.size(1, 4)]
     assert store.catalog.vectors().generation == 1
     assert store.catalog.signatures() == {"a": "signature of a"}
     assert load_settings(store.path).chunk_tokens == 77
@@ -102,7 +109,7 @@ def test_what_was_put_but_not_committed_is_gone(store: StateStore) -> None:
         put(writer, "k2")
     with open_writer(store) as writer:
         put(writer, "k3")  # the shard is still open
-    assert not list(store.shard_folder.iterdir())
+    assert not shards(store)
     assert store.catalog.counts() == {"documents": 0, "chunks": 0}
 
 
@@ -115,7 +122,7 @@ def test_an_exception_rolls_everything_back(store: StateStore) -> None:
             writer.commit([(record, [chunks[0], chunks[0]])], ["a"], VectorsVersion(2, ""))
     assert [c.chunk_id for c in store.catalog.chunks_by_id(["a#0", "b#0"])] == ["a#0"]
     assert store.catalog.vectors().generation == 1
-    assert len(list(store.shard_folder.iterdir())) == 1
+    assert len(shards(store)) == 1
 
 
 def test_replacing_and_removing_documents(store: StateStore) -> None:
@@ -127,8 +134,8 @@ def test_replacing_and_removing_documents(store: StateStore) -> None:
     with open_writer(store) as writer:
         writer.commit([], ["a", "b"], VectorsVersion(4, ""))
     assert store.catalog.counts() == {"documents": 0, "chunks": 0}
-    assert store.catalog.sizes()["state_bytes"] == 0
-    assert not list(store.shard_folder.iterdir())
+    assert Inventory(store.catalog).sizes()["state_bytes"] == 0
+    assert not shards(store)
 
 
 def test_equal_chunks_share_states(store: StateStore) -> None:
@@ -145,7 +152,7 @@ def test_equal_chunks_share_states(store: StateStore) -> None:
 
 def test_states_in_another_codec_do_not_count(store: StateStore) -> None:
     add(store, "a", ["k1"], 1)
-    with StoreWriter(store, hidden_format(2, 64, "raw", "float32"), 1) as writer:
+    with StoreWriter(store, hidden_format(2, 64, "raw", "float32")) as writer:
         assert not writer.has("k1")
 
 
@@ -161,11 +168,12 @@ def test_one_writer_at_a_time(store: StateStore) -> None:
 def test_leftovers_of_a_killed_writer_are_cleared_by_the_next(store: StateStore) -> None:
     add(store, "a", ["k1"], 1)
     (store.shard_folder / ".writing-x.arrow").write_bytes(b"half")
-    (store.shard_folder / "orphan.arrow").write_bytes(b"whole, but never committed")
-    assert [path.name for path in store.orphans()] == ["orphan.arrow"]
+    orphan = f"{'0' * 32}.arrow"
+    (store.shard_folder / orphan).write_bytes(b"whole, but never committed")
+    assert [path.name for path in store.orphans()] == [orphan]
     with open_writer(store):
         pass
-    assert len(list(store.shard_folder.iterdir())) == 1
+    assert len(shards(store)) == 1
     assert not store.orphans()
 
 
@@ -207,7 +215,7 @@ class TestPaths:
             (tmp_path / folder).mkdir()
         (tmp_path / "catalog.sqlite").touch()
         (tmp_path / "writer.lock").touch()
-        (tmp_path / ".store.toml-abc").touch()
+        (tmp_path / ".writing-store.toml").touch()
         assert not StateStore.exists(tmp_path)
         StateStore.create(tmp_path, IDENTITY, load_settings())
         assert StateStore.exists(tmp_path)

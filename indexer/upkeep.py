@@ -1,0 +1,71 @@
+"""The vector index of a store, kept in step: documents taken out, vectors made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ragcache.errors import VectorsError
+from ragcache.retriever.embedding import Embedder
+from ragcache.retriever.vectors import VectorIndex, remove_other_generations
+from ragcache.states.records import NO_VECTORS
+from ragcache.states.store import StateStore
+from ragcache.states.writer import StoreWriter
+
+EmbedderSource = Callable[[], Embedder]
+"""Gives the embedding model; called only when texts must be embedded."""
+
+
+def load_vectors(
+    store: StateStore, embedder: EmbedderSource, on_progress: Callable[[], None] = lambda: None
+) -> tuple[VectorIndex, int | None]:
+    """The vector index of a locked store, made anew from the chunks' texts when it is missing or damaged.
+
+    Returns:
+        The index, and how many chunks were embedded again; `None` when it was as it should be.
+    """
+    version = store.catalog.vectors()
+    remove_other_generations(store.vector_folder, version.generation)
+    if version == NO_VECTORS:
+        return VectorIndex.empty(embedder().dimension), None
+    try:
+        return VectorIndex.load(store.vector_folder, version), None
+    except VectorsError:
+        model = embedder()
+        index, count = VectorIndex.empty(model.dimension), 0
+        for chunks in store.catalog.all_chunks():
+            owners, vectors = model.passages([chunk.text for chunk in chunks])
+            index.add([chunks[owner].vector_id for owner in owners], vectors)
+            count += len(chunks)
+            on_progress()
+        return index, count
+
+
+def delete_documents(writer: StoreWriter, ids: Collection[str], embedder: EmbedderSource) -> None:
+    """Take documents out of a store.
+
+    Args:
+        writer: entered, with nothing pending.
+        ids: of documents that are there.
+        embedder: for the case that vectors must be made anew.
+
+    Raises:
+        StoreError: the store cannot be written to.
+    """
+    index, _ = load_vectors(writer.store, embedder)
+    index.remove(writer.store.catalog.vector_ids(ids))
+    _commit_vectors(writer, index, ids)
+
+
+def restore_vectors(writer: StoreWriter, embedder: EmbedderSource) -> int:
+    """Make the vector index anew if it is missing or damaged; the number of chunks embedded again."""
+    index, count = load_vectors(writer.store, embedder)
+    if count is None:
+        return 0
+    _commit_vectors(writer, index, [])
+    return count
+
+
+def _commit_vectors(writer: StoreWriter, index: VectorIndex, removed: Collection[str]) -> None:
+    version = index.save(writer.store.vector_folder, writer.store.catalog.vectors().generation + 1)
+    writer.commit([], removed, version)
+    remove_other_generations(writer.store.vector_folder, version.generation)

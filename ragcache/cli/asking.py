@@ -1,0 +1,98 @@
+"""`ragcache query` and `ragcache serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragcache.cli.app import (
+    AsJson,
+    Device,
+    Dtype,
+    EmbeddingModel,
+    Model,
+    Store,
+    TopK,
+    TrustRemoteCode,
+    app,
+    to_stderr,
+    to_stdout,
+)
+from ragcache.settings import load_settings
+from ragcache.states.store import StateStore
+
+
+@app.command()
+def query(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    store: Store,
+    top_k: TopK = None,
+    reuse: Annotated[str | None, typer.Option(help="composed, exact or none.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    as_json: AsJson = False,
+    model: Model = None,
+    embedding_model: EmbeddingModel = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = None,
+) -> None:
+    """Answer a question from a store."""
+    settings = {
+        "model": model,
+        "embedding_model": embedding_model,
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "top_k": top_k,
+        "reuse": reuse,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    StateStore.open(store)
+    load_settings(store, **settings)
+
+    from ragcache.console import loading
+
+    with loading(to_stderr) as on_stage:
+        from ragcache.pipeline import RagCache
+
+        cache = RagCache.open(store, on_stage=on_stage, **settings)
+    with cache:
+        stream = cache.stream(question)
+        if as_json:
+            typer.echo(stream.answer.model_dump_json(indent=2))
+            return
+
+        from ragcache.console import print_answer
+
+        print_answer(to_stdout, stream)
+
+
+@app.command()
+def serve(
+    store: Store,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = None,
+) -> None:
+    """Answer questions over REST: POST /v1/query, GET /health."""
+    StateStore.open(store)
+
+    from ragcache.console import loading
+
+    with loading(to_stderr) as on_stage:
+        from ragcache.pipeline import RagCache
+
+        cache = RagCache.open(store, on_stage=on_stage, device=device, trust_remote_code=trust_remote_code)
+
+    from ragcache.server.run import run
+
+    with cache:
+        run(cache, host, port)

@@ -1,0 +1,60 @@
+"""Where shards go: the store's own folder, or several, one on each disk, in turn."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ragcache.states.durable import TEMPORARY_PREFIX
+from ragcache.states.shard import Container
+
+_SHARD_NAME = re.compile(r"[0-9a-f]{32}\.(" + "|".join(Container) + ")")
+
+
+class ShardFolders:
+    """The folders that a writer puts shards into.
+
+    A folder that is not the store's own gets a folder of the store's id within, so that several stores can use it.
+    """
+
+    def __init__(self, own: Path, others: Iterable[Path], store_id: str) -> None:
+        """Set up.
+
+        Args:
+            own: folder in the store.
+            others: if there are any, shards go to these instead, in turn.
+            store_id: of the store.
+        """
+        self.own = own
+        self.targets = [path.absolute() / store_id for path in others] or [own]
+        self._turn = itertools.cycle(self.targets)
+
+    def next(self) -> Path:
+        """The folder for the next shard; it is made if need be.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        folder = next(self._turn)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def label(self, path: Path) -> str:
+        """How the catalog names the folder of a shard: `""` for the store's own."""
+        return "" if path.parent == self.own else str(path.parent)
+
+
+def shard_files(folder: Path) -> Iterator[Path]:
+    """Finished shards in a folder."""
+    return (path for path in _entries(folder) if _SHARD_NAME.fullmatch(path.name) and path.is_file())
+
+
+def unfinished_files(folder: Path) -> Iterator[Path]:
+    """What a writer that died was writing."""
+    return (path for path in _entries(folder) if path.name.startswith(TEMPORARY_PREFIX))
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,174 @@
+"""What the catalog tells those who look after a store: sizes, dead bytes, everything there is, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragcache.states.catalog import Catalog
+from ragcache.states.records import ChunkRecord, DocumentRecord
+
+_BATCH = 500
+
+
+@dataclass(frozen=True)
+class ShardInventory:
+    """A shard and how much of it is still of use.
+
+    Attributes:
+        id: in the catalog.
+        path: the file.
+        bytes: its size.
+        state_bytes: bytes of all states that were written into it.
+        live_bytes: bytes of those that are in use.
+        checksum: xxh3 (64 bit, hexadecimal) of the whole file.
+        format: form and codec of each layer, as JSON.
+        fingerprint: digest of the model's fingerprint.
+    """
+
+    id: int
+    path: Path
+    bytes: int
+    state_bytes: int
+    live_bytes: int
+    checksum: str
+    format: str
+    fingerprint: str
+
+    @property
+    def dead_bytes(self) -> int:
+        """Bytes of states that nothing uses any more."""
+        return self.state_bytes - self.live_bytes
+
+
+@dataclass(frozen=True)
+class StatesInUse:
+    """States and one of the chunks that use them.
+
+    Attributes:
+        id: of the states in the catalog.
+        cost: what computing them again would take, in FLOPs.
+        chunk: one of their chunks, of which `states` says where they lie.
+    """
+
+    id: int
+    cost: float
+    chunk: ChunkRecord
+
+
+@dataclass(frozen=True)
+class ResidentStates:
+    """What eviction goes by.
+
+    Attributes:
+        id: in the catalog.
+        key: what they depend on.
+        bytes: that they take.
+        cost: what computing them again would take, in FLOPs.
+        clock: the ageing clock of eviction when they were stored.
+    """
+
+    id: int
+    key: str
+    bytes: int
+    cost: float
+    clock: float
+
+
+class Inventory:
+    """Queries that go through a whole catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._rows = catalog.rows
+
+    def shards(self) -> list[ShardInventory]:
+        """All shards, oldest first."""
+        rows = self._rows(
+            "SELECT shards.id, folder, name, shards.bytes, state_bytes,"
+            " (SELECT coalesce(sum(states.bytes), 0) FROM states WHERE states.shard = shards.id),"
+            " checksum, format, fingerprint FROM shards ORDER BY shards.id"
+        )
+        return [
+            ShardInventory(shard, self._catalog.shard_path(folder, name), *others)
+            for shard, folder, name, *others in rows
+        ]
+
+    def states(self, shard: int | None = None) -> Iterator[StatesInUse]:
+        """All states in use, of one shard or of all, in the order they lie on disk.
+
+        Raises:
+            StoreError: the catalog is damaged.
+        """
+        query = (
+            "SELECT shard, id, cost, (SELECT min(id) FROM chunks WHERE chunks.states = states.id) FROM states"
+            " WHERE (shard, id) > (?, ?) AND shard = coalesce(?, shard) ORDER BY shard, id LIMIT ?"
+        )
+        last = (0, 0)
+        while rows := self._rows(query, (*last, shard, _BATCH)):
+            chunks = {it.vector_id: it for it in self._catalog.chunks_by_vector([row[3] for row in rows if row[3]])}
+            for _, states, cost, vector_id in rows:
+                if vector_id in chunks:
+                    yield StatesInUse(states, cost, chunks[vector_id])
+            last = rows[-1][:2]
+
+    def chunks_of(self, states: int) -> list[ChunkRecord]:
+        """All chunks that use some states."""
+        rows = self._rows("SELECT id FROM chunks WHERE states = ? ORDER BY id", (states,))
+        return self._catalog.chunks_by_vector([row[0] for row in rows])
+
+    def residents(self) -> list[ResidentStates]:
+        """All stored states, oldest first."""
+        return [
+            ResidentStates(*row) for row in self._rows("SELECT id, key, bytes, cost, clock FROM states ORDER BY id")
+        ]
+
+    def evicted(self) -> Iterator[ChunkRecord]:
+        """Chunks that have no states because the byte budget was short."""
+        last = 0
+        while rows := self._rows("SELECT id FROM chunks WHERE evicted AND id > ? ORDER BY id LIMIT ?", (last, _BATCH)):
+            yield from self._catalog.chunks_by_vector([row[0] for row in rows])
+            last = rows[-1][0]
+
+    def documents(self) -> Iterator[tuple[DocumentRecord, list[ChunkRecord]]]:
+        """All documents with their chunks."""
+        last = ""
+        query = "SELECT id FROM documents WHERE id > ? ORDER BY id LIMIT ?"
+        while rows := self._rows(query, (last, _BATCH)):
+            for document in self._catalog.documents([row[0] for row in rows]):
+                yield document, self._catalog.chunks_by_vector(self._catalog.vector_ids([document.id]))
+            last = rows[-1][0]
+
+    def sizes(self) -> dict[str, int]:
+        """Tokens of all chunks, shards, their bytes on disk, and the bytes of states in use and out of use."""
+        [(tokens, evicted)] = self._rows(
+            "SELECT coalesce(sum(length(token_ids)), 0) / 4, coalesce(sum(evicted), 0) FROM chunks"
+        )
+        [(shards, shard_bytes, written)] = self._rows(
+            "SELECT count(*), coalesce(sum(bytes), 0), coalesce(sum(state_bytes), 0) FROM shards"
+        )
+        [(live,)] = self._rows("SELECT coalesce(sum(bytes), 0) FROM states")
+        return {
+            "tokens": tokens,
+            "evicted_chunks": evicted,
+            "shards": shards,
+            "shard_bytes": shard_bytes,
+            "state_bytes": live,
+            "dead_bytes": written - live,
+        }
+
+    def bytes_by_format(self) -> list[tuple[str, str, int, int]]:
+        """Digest of the model's fingerprint, format as JSON, chunks' states in use and their bytes."""
+        return self._rows(
+            "SELECT fingerprint, format, count(*), sum(states.bytes) FROM states"
+            " JOIN shards ON shards.id = states.shard GROUP BY fingerprint, format ORDER BY sum(states.bytes) DESC"
+        )
+
+    def bytes_by_document(self, count: int) -> list[tuple[str, int, int]]:
+        """Id, chunks and bytes of states of the documents that take most space."""
+        return self._rows(
+            "SELECT document, count(*), coalesce(sum(states.bytes), 0) AS size FROM chunks"
+            " LEFT JOIN states ON states.id = chunks.states GROUP BY document ORDER BY size DESC, document LIMIT ?",
+            (count,),
+        )
