@@ -1,5 +1,6 @@
 # make demo         set-up and the main job
 # make test         set-up and the tests
+# make torture      jobs killed at 200 points; minutes
 # make bench-smoke  the demo, and a check with a wide margin that restoring pays
 # make check        ruff, mypy, import-linter
 # make clean        remove what the targets made here
@@ -9,13 +10,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test bench-smoke check format clean
+.PHONY: demo test torture bench-smoke check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
 
 test: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+torture: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.torture.crash --points 200
 
 bench-smoke: demo
 	$(BIN)/python -c "import json; ratio = json.load(open('.demo/result.json'))['median_ratio']; \

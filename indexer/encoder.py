@@ -12,6 +12,7 @@ from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
 from ragcache.restore.project import to_states
 from ragcache.states.form import StateFormat
+from ragcache.states.shard import entry_size
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class StateEncoder:
         return encoded
 
     def size(self, tokens: int) -> int:
-        """Bytes of the states of a chunk."""
-        return sum(self.format.size(layer, tokens) for layer in self.format.stored_layers)
+        """Bytes that a chunk takes in a shard."""
+        return entry_size(self.format, tokens)
 
     def cost(self, tokens: int) -> float:
         """FLOPs that encoding a chunk takes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ragcache.indexer.encoder import StateEncoder
-from ragcache.states.compact import entry_for
+from ragcache.states.compact import enforce_limits, entry_for
 from ragcache.states.eviction import Candidate, priority
 from ragcache.states.inventory import Inventory
 from ragcache.states.key import state_key
@@ -72,8 +72,16 @@ class StateRepair:
         self._waiting = []
 
 
-def worth_readmitting(repair: StateRepair) -> list[ChunkRecord]:
-    """Evicted chunks for which there is space again, or that are wanted more than what is there; most wanted first."""
+def readmit(repair: StateRepair) -> int:
+    """Encode evicted chunks for which there is space again, or that are wanted more than what is there."""
+    done = repair.run(_worth_readmitting(repair))
+    if done:
+        enforce_limits(repair.writer)
+    return done
+
+
+def _worth_readmitting(repair: StateRepair) -> list[ChunkRecord]:
+    """The most wanted first."""
     store, budget = repair.writer.store, repair.writer.budget
     budget.refresh()
     usage = store.usage.all()

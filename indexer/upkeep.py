@@ -57,12 +57,22 @@ def delete_documents(writer: StoreWriter, ids: Collection[str], embedder: Embedd
 
 
 def restore_vectors(writer: StoreWriter, embedder: EmbedderSource) -> int:
-    """Make the vector index anew if it is missing or damaged; the number of chunks embedded again."""
+    """Bring the vector index in line with the chunks, should it be missing or damaged or hold others.
+
+    Returns:
+        The number of chunks embedded again.
+    """
+    catalog = writer.store.catalog
     index, count = load_vectors(writer.store, embedder)
-    if count is None:
+    wanted, present = catalog.all_vector_ids(), index.ids
+    if count is None and wanted == present:
         return 0
+    index.remove(sorted(present - wanted))
+    if missing := catalog.chunks_by_vector(sorted(wanted - present)):
+        owners, vectors = embedder().passages([chunk.text for chunk in missing])
+        index.add([missing[owner].vector_id for owner in owners], vectors)
     _commit_vectors(writer, index, [])
-    return count
+    return (count or 0) + len(missing)
 
 
 def _commit_vectors(writer: StoreWriter, index: VectorIndex, removed: Collection[str]) -> None:

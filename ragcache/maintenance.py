@@ -145,7 +145,7 @@ def verify_store(store: StateStore, progress: OnBytes = lambda done, total: None
     except VectorsError as error:
         report.add(Part.VECTORS, store.vector_folder, "damaged", str(error))
         return report
-    chunks = {chunk.vector_id for batch in store.catalog.all_chunks() for chunk in batch}
+    chunks = store.catalog.all_vector_ids()
     if ids != chunks:
         report.add(Part.VECTORS, store.vector_folder, "ids", f"{len(ids ^ chunks)} ids are not those of the chunks")
     return report
@@ -162,7 +162,8 @@ def repair_store(
     report = verify_store(writer.store, progress)
     inventory = Inventory(writer.store.catalog)
     states.run(chunk for it in report.damaged for chunk in inventory.chunks_of(it.id))
-    rewrite(writer, report.shards, CompactReport())
+    # What was damaged in these is out of use by now, unless all of a shard was, which is gone then.
+    rewrite(writer, [shard for shard in inventory.shards() if shard.id in report.shards], CompactReport())
     upkeep.restore_vectors(writer, embedder)
     if report.journal:
         shorten_journal(writer)

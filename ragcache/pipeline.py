@@ -25,7 +25,7 @@ from ragcache.generate.engine import Engine
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
-from ragcache.indexer.repair import StateRepair, worth_readmitting
+from ragcache.indexer.repair import StateRepair, readmit
 from ragcache.indexer.report import IndexReport, Progress, Silent
 from ragcache.indexer.sources import Document
 from ragcache.indexer.splitting import Splitter
@@ -397,8 +397,7 @@ class RagCache:
             progress=progress,
         )
         report = job.run(documents, plan)
-        repair = self._state_repair(writer)
-        return replace(report, readmitted=repair.run(worth_readmitting(repair)))
+        return replace(report, readmitted=readmit(self._state_repair(writer)))
 
     def _encoder(self) -> StateEncoder:
         return StateEncoder(self.model, self.engine.prefix, self.engine.format)

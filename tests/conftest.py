@@ -32,6 +32,7 @@ from transformers import (
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -152,6 +153,20 @@ def embedder(cache_folder: Path) -> Embedder:
     return Embedder("all-minilm-l6-v2", "cpu", cache_folder)
 
 
+def save_tiny_model(family: str, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a tiny random model of a family to a folder."""
+    torch.manual_seed(len(family))
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    for name, parameter in model.named_parameters():
+        # The default start gives biases of 0 and norms of 1, which would hide that they are left out.
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+        else:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(smollm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of tiny random models by family, with SmolLM2's tokenizer."""
@@ -159,16 +174,7 @@ def tiny_folder(smollm: LanguageModel, tmp_path_factory: pytest.TempPathFactory)
     @functools.cache
     def build(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        torch.manual_seed(len(family))
-        model = AutoModelForCausalLM.from_config(FAMILIES[family]())
-        for name, parameter in model.named_parameters():
-            # The default start gives biases of 0 and norms of 1, which would hide that they are left out.
-            if name.endswith("bias") or "norm" in name:
-                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-            else:
-                torch.nn.init.normal_(parameter, std=0.15)
-        model.save_pretrained(folder)
-        smollm.tokenizer.save_pretrained(folder)
+        save_tiny_model(family, folder, smollm.tokenizer)
         return folder
 
     return build

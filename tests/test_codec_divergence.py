@@ -194,8 +194,7 @@ def test_codecs_change_the_answer_little(
         first, answer = found[codec][:, 0], found[codec].mean(1)
         print(f"{form} {codec}: first token {figures(first)}; answer {figures(answer)}")  # noqa: T201
         assert first.max() < bar
-        assert answer.mean() < bar
-        assert answer.max() < 2 * bar
+        assert answer.max() < bar
     # Codecs that did nothing would pass all of this.
     assert found["int4"].mean() > 3 * found["int8"].mean() > 1e-5
 

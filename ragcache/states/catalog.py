@@ -89,6 +89,15 @@ class Catalog:
         found = [str(row[0]) for row in self.rows("PRAGMA integrity_check") if row[0] != "ok"]
         return found + [f"a row of {row[0]} refers to nothing" for row in self.rows("PRAGMA foreign_key_check")]
 
+    def require_sound(self) -> None:
+        """To be called before anything is deleted on the word of the catalog alone.
+
+        Raises:
+            StoreError: its structure is damaged. Some such damage shows in no query but as rows that are not there.
+        """
+        if problems := self.problems():
+            raise self.damaged(problems[0])
+
     def vectors(self) -> VectorsVersion:
         """Which file of the vector index belongs to the chunks now visible.
 
@@ -135,6 +144,14 @@ class Catalog:
         rows = self.rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
         return int(rows[0][0]) if rows else 0
 
+    def last_shard_id(self) -> int:
+        """The highest number of any shard; 0 when there are none."""
+        return int(self.rows("SELECT coalesce(max(id), 0) FROM shards")[0][0])
+
+    def all_vector_ids(self) -> set[int]:
+        """Vector ids of all chunks."""
+        return {row[0] for row in self.rows("SELECT id FROM chunks")}
+
     def find_states(self, key: str, format: StateFormat, unusable_shards: Collection[str] = ()) -> int | None:
         """Id of stored states of that key in that format, in none of those shards."""
         rows = self.rows(
@@ -163,7 +180,10 @@ class Catalog:
 
     def shard_path(self, folder: str, name: str) -> Path:
         """Where a shard lies; the store's own folder is not named, so that a store can be moved."""
-        return (Path(folder) if folder else self.shard_folder) / name
+        try:
+            return (Path(folder) if folder else self.shard_folder) / name
+        except TypeError as error:
+            raise self.damaged(error) from error
 
     def documents_without_states(self, unusable_shards: Collection[str] = ()) -> set[str]:
         """Ids of documents with a chunk that has lost its states, or has them only in one of those shards."""
@@ -178,7 +198,7 @@ class Catalog:
         """Ids of documents whose metadata hold all of those values."""
         wanted = _canonical(metadata)
         rows = self.rows("SELECT id, metadata FROM documents ORDER BY id")
-        return [id for id, text in rows if wanted.items() <= _canonical(json.loads(text)).items()]
+        return [id for id, text in rows if wanted.items() <= _canonical(self._metadata(text)).items()]
 
     def documents(self, ids: Sequence[str]) -> list[DocumentRecord]:
         """Documents in the order of the ids asked for; ids that are gone are left out."""
@@ -186,7 +206,7 @@ class Catalog:
         for batch in _batches(list(ids)):
             query = f"SELECT id, source, title, signature, metadata FROM documents WHERE id IN ({_marks(batch)})"  # noqa: S608
             for document, source, title, signature, metadata in self.rows(query, batch):
-                found[document] = DocumentRecord(document, source, title, signature, json.loads(metadata))
+                found[document] = DocumentRecord(document, source, title, signature, self._metadata(metadata))
         return [found[id] for id in ids if id in found]
 
     def all_chunks(self) -> Iterator[list[ChunkRecord]]:
@@ -208,6 +228,12 @@ class Catalog:
             query = f"{_SELECT_CHUNKS} WHERE {column} IN ({_marks(batch)})"
             for row in self.rows(query, batch):
                 yield self._chunk(row)
+
+    def _metadata(self, text: str) -> dict[str, Any]:
+        try:
+            return dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise self.damaged(error) from error
 
     def _chunk(self, row: tuple[Any, ...]) -> ChunkRecord:
         """A row of `_SELECT_CHUNKS` as a record.

@@ -27,25 +27,18 @@ def add_shard(connection: Connection, shard: NewShard, folder: str, clock: float
     Returns:
         Key to id of its states.
     """
-    cursor = connection.execute(
-        "INSERT INTO shards (name, folder, bytes, state_bytes, checksum, format, fingerprint)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            shard.path.name,
-            folder,
-            shard.bytes,
-            sum(states.bytes for states in shard.states),
-            shard.checksum,
-            shard.format,
-            shard.fingerprint,
-        ),
+    connection.execute(
+        "INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (shard.sequence, shard.path.name, folder, shard.bytes, shard.checksum, shard.format, shard.fingerprint),
     )
     added = {}
-    for states in shard.states:
+    around = shard.bytes - sum(states.bytes for states in shard.states)
+    for index, states in enumerate(shard.states):
+        share = around // len(shard.states) + (around % len(shard.states) if index == 0 else 0)
         ranges = pack_ranges(states.ranges)
         inserted = connection.execute(
             "INSERT INTO states (key, shard, tokens, bytes, cost, clock, ranges) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (states.key, cursor.lastrowid, states.tokens, states.bytes, states.cost, clock, ranges),
+            (states.key, shard.sequence, states.tokens, states.bytes + share, states.cost, clock, ranges),
         )
         added[states.key] = int(inserted.lastrowid or 0)
     return added

@@ -82,59 +82,9 @@ class FloatCodec:
         out.copy_(data.view(self.dtype).view(out.shape))
 
 
-class Int8Codec:
-    """8-bit integers with one scale for each group of 64 neighbouring values of a token.
-
-    Two planes: int8 `[tokens, width]`, then bfloat16 scales `[tokens, groups]`; value = integer * scale. Scales are
-    rounded to bfloat16 before the values are divided by them, so decoding in bfloat16 needs no wider arithmetic. The
-    last group may be shorter.
-    """
-
-    exact = False
-    group = 64
-
-    def size(self, tokens: int, width: int) -> int:
-        """Bytes of `[tokens, width]` values, encoded."""
-        return _aligned(tokens * width) + tokens * self._groups(width) * 2
-
-    def bytes_per_token(self, width: int) -> float:
-        """Bytes of one token among many."""
-        return float(width + 2 * self._groups(width))
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Quantise symmetrically, each group by its largest magnitude."""
-        tokens, width = values.shape
-        groups = self._groups(width)
-        padded = pad(values.float(), (0, groups * self.group - width)).view(tokens, groups, self.group)
-        scales = (padded.abs().amax(-1) / 127).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
-        integers = (padded / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
-        integers = integers.view(tokens, -1)[:, :width]
-        return _planes(integers, scales)
-
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """Multiply integers by their scales, in the dtype of `out`, in one pass."""
-        tokens, width = out.shape
-        integers = data[: tokens * width].view(torch.int8).view(tokens, width)
-        scales = data[_aligned(tokens * width) :].view(torch.bfloat16).view(tokens, -1).to(out.dtype)
-        whole_groups = width // self.group
-        whole = whole_groups * self.group
-        shape = (tokens, whole_groups, self.group)
-        torch.mul(integers[:, :whole].view(shape), scales[:, :whole_groups, None], out=out[:, :whole].view(shape))
-        if whole < width:
-            torch.mul(integers[:, whole:], scales[:, -1:], out=out[:, whole:])
-
-    def _groups(self, width: int) -> int:
-        return -(-width // self.group)
-
-
-class Int4Codec:
-    """4-bit integers with a scale and a minimum for each tile of values.
-
-    Three planes: uint8 `[ceil(tokens / 2), width]`, whose low four bits hold the integers of the tokens 0, 2, 4... and
-    whose high four bits those of the tokens 1, 3, 5... (0 behind the last token); bfloat16 scales `[tiles down, tiles
-    across]`; bfloat16 minima, likewise. value = minimum + integer * scale, with integers from 0 to 15. Tiles at the
-    edges may be smaller.
-    """
+class TiledCodec:
+    """Integers that share a scale with the other values of their tile: some tokens of one channel, or some neighbouring
+    values of one token. Tiles at the edges may be smaller."""
 
     exact = False
 
@@ -143,10 +93,81 @@ class Int4Codec:
 
         Args:
             tile_tokens: tokens of a tile.
-            tile_width: neighbouring values of each of these tokens.
+            tile_width: neighbouring values of each of these tokens; one of the two is 1.
         """
+        if tile_tokens > 1 and tile_width > 1:
+            raise ValueError("a tile is one token or one channel wide")
         self.tile_tokens = tile_tokens
         self.tile_width = tile_width
+
+    def _tiles(self, tokens: int, width: int) -> tuple[int, int]:
+        """Number of tiles down and across."""
+        return -(-tokens // self.tile_tokens), -(-width // self.tile_width)
+
+    def _cut(self, values: Tensor) -> Tensor:
+        """`[tokens, width]` to `[tiles down, tile_tokens, tiles across, tile_width]`, in float32."""
+        tokens, width = values.shape
+        down, across = self._tiles(tokens, width)
+        # Repeating the last row and column fills the tiles at the edges and leaves their extremes as they are.
+        rows = torch.arange(down * self.tile_tokens, device=values.device).clamp_max(tokens - 1)
+        columns = torch.arange(across * self.tile_width, device=values.device).clamp_max(width - 1)
+        return values.float()[rows][:, columns].view(down, self.tile_tokens, across, self.tile_width)
+
+    def _join(self, tiles: Tensor, tokens: int, width: int) -> Tensor:
+        """Inverse of `_cut`, whatever the dtype."""
+        down, _, across, _ = tiles.shape
+        return tiles.view(down * self.tile_tokens, across * self.tile_width)[:tokens, :width]
+
+
+class Int8Codec(TiledCodec):
+    """8-bit integers with one scale for each tile of values.
+
+    Two planes: int8 `[tokens, width]`; bfloat16 scales `[tiles down, tiles across]`. value = integer * scale, with
+    integers from -127 to 127. Scales are rounded to bfloat16 before the values are divided by them, so decoding in
+    bfloat16 needs no wider arithmetic.
+    """
+
+    def size(self, tokens: int, width: int) -> int:
+        """Bytes of `[tokens, width]` values, encoded."""
+        down, across = self._tiles(tokens, width)
+        return _aligned(tokens * width) + 2 * down * across
+
+    def bytes_per_token(self, width: int) -> float:
+        """Bytes of one token among many."""
+        return width + 2 * self._tiles(1, width)[1] / self.tile_tokens
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Quantise symmetrically, each tile by its largest magnitude."""
+        tiles = self._cut(values)
+        largest = tiles.abs().amax((1, 3), keepdim=True)
+        scales = (largest / 127).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
+        integers = (tiles / scales.float()).round().clamp(-127, 127).to(torch.int8)
+        return _planes(self._join(integers, *values.shape), scales)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Multiply integers by their scales, in the dtype of `out`, in one pass."""
+        tokens, width = out.shape
+        down, across = self._tiles(tokens, width)
+        integers = data[: tokens * width].view(torch.int8).view(tokens, width)
+        scales = data[_aligned(tokens * width) :].view(torch.bfloat16).view(down, across).to(out.dtype)
+        whole_down, whole_across = tokens // self.tile_tokens, width // self.tile_width
+        end, right = whole_down * self.tile_tokens, whole_across * self.tile_width
+        shape = (whole_down, self.tile_tokens, whole_across, self.tile_width)
+        whole_scales = scales[:whole_down, None, :whole_across, None]
+        torch.mul(integers[:end, :right].view(shape), whole_scales, out=out[:end, :right].view(shape))
+        if end < tokens:
+            torch.mul(integers[end:], scales[-1:], out=out[end:])
+        if right < width:
+            torch.mul(integers[:, right:], scales[:, -1:], out=out[:, right:])
+
+
+class Int4Codec(TiledCodec):
+    """4-bit integers with a scale and a minimum for each tile of values.
+
+    Three planes: uint8 `[ceil(tokens / 2), width]`, whose low four bits hold the integers of the tokens 0, 2, 4... and
+    whose high four bits those of the tokens 1, 3, 5... (0 behind the last token); bfloat16 scales `[tiles down, tiles
+    across]`; bfloat16 minima, likewise. value = minimum + integer * scale, with integers from 0 to 15.
+    """
 
     def size(self, tokens: int, width: int) -> int:
         """Bytes of `[tokens, width]` values, encoded."""
@@ -160,17 +181,13 @@ class Int4Codec:
     def encode(self, values: Tensor) -> Tensor:
         """Quantise each tile between its least and its largest value."""
         tokens, width = values.shape
-        down, across = self._tiles(tokens, width)
-        # Repeating the last row and column fills the tiles at the edges and leaves their extremes as they are.
-        rows = torch.arange(down * self.tile_tokens, device=values.device).clamp_max(tokens - 1)
-        columns = torch.arange(across * self.tile_width, device=values.device).clamp_max(width - 1)
-        tiles = values.float()[rows][:, columns].view(down, self.tile_tokens, across, self.tile_width)
+        tiles = self._cut(values)
         minima = _converted(tiles.amin((1, 3), keepdim=True), torch.bfloat16)
         # Divided one by one, since the difference of very large values is infinite.
         steps = tiles.amax((1, 3), keepdim=True) / 15 - minima.float() / 15
         scales = steps.clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
         integers = ((tiles - minima.float()) / scales.float()).round().clamp(0, 15).to(torch.uint8)
-        integers = pad(integers.view(len(rows), len(columns))[:tokens, :width], (0, 0, 0, tokens % 2))
+        integers = pad(self._join(integers, tokens, width), (0, 0, 0, tokens % 2))
         return _planes(integers[0::2] | integers[1::2] << 4, scales, minima)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
@@ -193,15 +210,17 @@ class Int4Codec:
         if whole < tokens:
             torch.addcmul(minima[-1:], out[whole:], scales[-1:], out=out[whole:])
 
-    def _tiles(self, tokens: int, width: int) -> tuple[int, int]:
-        """Number of tiles down and across."""
-        return -(-tokens // self.tile_tokens), -(-width // self.tile_width)
-
     def _widened(self, plane: Tensor, out: Tensor) -> Tensor:
         """A number for each tile, bytes of bfloat16, to `[tiles down, width]` in the dtype of `out`."""
         down, across = self._tiles(*out.shape)
         numbers = plane.view(torch.bfloat16).view(down, across).to(out.dtype)
         return numbers.repeat_interleave(self.tile_width, 1)[:, : out.shape[1]] if self.tile_width > 1 else numbers
+
+
+# Tokens and width. Some channels of hidden states and keys are large for every token and would set the scale of their
+# neighbours; across tokens a channel varies little. Values have no such channels. Figures: docs/decisions.md.
+_INT8_TILES = {Part.HIDDEN: (64, 1), Part.KEYS: (32, 1), Part.VALUES: (1, 64)}
+_INT4_TILES = {Part.HIDDEN: (32, 1), Part.KEYS: (32, 1), Part.VALUES: (1, 32)}
 
 
 @lru_cache
@@ -221,13 +240,9 @@ def codec_named(name: str, dtype: str, part: Part) -> Codec:
         case "fp16":
             return FloatCodec(torch.float16, DTYPES[dtype])
         case "int8":
-            return Int8Codec()
-        case "int4" if part == Part.VALUES:
-            return Int4Codec(tile_tokens=1, tile_width=32)
+            return Int8Codec(*_INT8_TILES[part])
         case "int4":
-            # Some channels of hidden states and keys are large for every token and would set the scale of their
-            # neighbours; across tokens a channel varies little.
-            return Int4Codec(tile_tokens=32, tile_width=1)
+            return Int4Codec(*_INT4_TILES[part])
     raise ValueError(f"unknown codec {name!r}")
 
 

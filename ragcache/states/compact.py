@@ -52,11 +52,13 @@ def compact(writer: LockedStore, threshold: float) -> CompactReport:
         writer: entered, with nothing pending.
         threshold: share of dead bytes above which a shard is copied.
     """
+    # The shorter journal is made from the catalog, and the longer one goes: there is no other account of documents.
+    writer.store.catalog.require_sound()
     with writer.changing() as dead, writer.store.catalog.transaction() as connection:
         dead += changes.drop_unused(connection, changes.all_unused(connection))
     report = enforce_limits(writer)
     shards = Inventory(writer.store.catalog).shards()
-    wasteful = [shard for shard in shards if shard.dead_bytes > threshold * shard.state_bytes]
+    wasteful = [shard for shard in shards if shard.dead_bytes > threshold * shard.bytes]
     small = [shard for shard in shards if shard.bytes < SMALL * writer.options.shard_bytes and shard not in wasteful]
     rewrite(writer, [*wasteful, *(small if len(small) > 1 else [])], report)
     shorten_journal(writer)
@@ -71,21 +73,28 @@ def enforce_limits(writer: LockedStore) -> CompactReport:
     """
     report = CompactReport()
     writer.budget.refresh()
-    excess = writer.budget.excess()
-    if excess == 0:
-        return report
+    # Again when a copy without what was given up is larger than its share of the old file was.
+    while excess := writer.budget.excess():
+        before = (report.evicted, report.freed_bytes)
+        _evict(writer, excess, report)
+        if (report.evicted, report.freed_bytes) == before:
+            break
+    return report
+
+
+def _evict(writer: LockedStore, excess: int, report: CompactReport) -> None:
+    """Give up states worth so many bytes, less what nothing uses anyway, and take the space back."""
     inventory = Inventory(writer.store.catalog)
     victims = writer.budget.choose_victims(excess - sum(shard.dead_bytes for shard in inventory.shards()))
     with writer.changing() as dead, writer.store.catalog.transaction() as connection:
         dead += changes.give_up(connection, victims, evicted=True)
-    report.evicted = len(victims)
+    report.evicted += len(victims)
     writer.budget.refresh()
-    for shard in sorted(inventory.shards(), key=lambda it: it.live_bytes / it.state_bytes):
+    for shard in sorted(inventory.shards(), key=lambda it: it.live_bytes / it.bytes):
         if writer.budget.excess() == 0 or shard.dead_bytes == 0:
             break
         rewrite(writer, [shard], report)
         writer.budget.refresh()
-    return report
 
 
 def rewrite(writer: LockedStore, shards: Iterable[ShardInventory], report: CompactReport) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,15 +28,14 @@ class ShardFolders:
         """
         self.own = own
         self.targets = [path.absolute() / store_id for path in others] or [own]
-        self._turn = itertools.cycle(self.targets)
 
-    def next(self) -> Path:
-        """The folder for the next shard; it is made if need be.
+    def of(self, sequence: int) -> Path:
+        """The folder for the shard of a number; it is made if need be.
 
         Raises:
             OSError: it cannot be made.
         """
-        folder = next(self._turn)
+        folder = self.targets[sequence % len(self.targets)]
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

@@ -20,8 +20,7 @@ class ShardInventory:
         id: in the catalog.
         path: the file.
         bytes: its size.
-        state_bytes: bytes of all states that were written into it.
-        live_bytes: bytes of those that are in use.
+        live_bytes: bytes of states that are in use.
         checksum: xxh3 (64 bit, hexadecimal) of the whole file.
         format: form and codec of each layer, as JSON.
         fingerprint: digest of the model's fingerprint.
@@ -30,7 +29,6 @@ class ShardInventory:
     id: int
     path: Path
     bytes: int
-    state_bytes: int
     live_bytes: int
     checksum: str
     format: str
@@ -39,7 +37,7 @@ class ShardInventory:
     @property
     def dead_bytes(self) -> int:
         """Bytes of states that nothing uses any more."""
-        return self.state_bytes - self.live_bytes
+        return self.bytes - self.live_bytes
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Inventory:
     def shards(self) -> list[ShardInventory]:
         """All shards, oldest first."""
         rows = self._rows(
-            "SELECT shards.id, folder, name, shards.bytes, state_bytes,"
+            "SELECT shards.id, folder, name, shards.bytes,"
             " (SELECT coalesce(sum(states.bytes), 0) FROM states WHERE states.shard = shards.id),"
             " checksum, format, fingerprint FROM shards ORDER BY shards.id"
         )
@@ -145,9 +143,7 @@ class Inventory:
         [(tokens, evicted)] = self._rows(
             "SELECT coalesce(sum(length(token_ids)), 0) / 4, coalesce(sum(evicted), 0) FROM chunks"
         )
-        [(shards, shard_bytes, written)] = self._rows(
-            "SELECT count(*), coalesce(sum(bytes), 0), coalesce(sum(state_bytes), 0) FROM shards"
-        )
+        [(shards, shard_bytes)] = self._rows("SELECT count(*), coalesce(sum(bytes), 0) FROM shards")
         [(live,)] = self._rows("SELECT coalesce(sum(bytes), 0) FROM states")
         return {
             "tokens": tokens,
@@ -155,7 +151,7 @@ class Inventory:
             "shards": shards,
             "shard_bytes": shard_bytes,
             "state_bytes": live,
-            "dead_bytes": written - live,
+            "dead_bytes": shard_bytes - live,
         }
 
     def bytes_by_format(self) -> list[tuple[str, str, int, int]]:

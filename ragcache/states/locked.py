@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class LockedStore:
             # The lock is ours, so whatever is unfinished or unknown was left by a writer that died.
             self.store.clean(self.folders.targets)
             self.budget = Budget(self.store, self.options.budget_bytes, self.options.free_bytes, self.folders.targets)
+            self._sequence = itertools.count(self.store.catalog.last_shard_id() + 1)
             self.last_vector_id = self.store.catalog.last_vector_id()
         except OSError as error:
             self._lock.close()
@@ -81,7 +83,7 @@ class LockedStore:
         # A commit may have gone through although an interrupt kept it from returning, so the catalog is asked. What
         # cannot be removed now is left to the next writer.
         with suppress(StoreError, OSError):
-            self._remove_orphans()
+            self.store.remove_orphans(self.folders.targets)
         self._lock.close()
 
     def new_shards(self, format: StateFormat) -> RollingShards:
@@ -92,9 +94,10 @@ class LockedStore:
             fingerprint=identity.fingerprint,
             digest=identity.digest,
             prefix=identity.prefix,
-            generation=self.store.catalog.vectors().generation,
         )
-        return RollingShards(self.folders, format, self.options.container, self.options.shard_bytes, origin)
+        return RollingShards(
+            self.folders, format, self.options.container, self.options.shard_bytes, origin, self._sequence
+        )
 
     def add_shards(self, connection: changes.Connection, shards: Iterable[NewShard]) -> dict[str, int]:
         """Make finished shards known; key to id of their states."""
@@ -128,17 +131,13 @@ class LockedStore:
             yield dead
         except BaseException as error:
             with suppress(StoreError, OSError):
-                self._remove_orphans()
+                self.store.remove_orphans(self.folders.targets)
             if isinstance(error, OSError):
                 raise disk_error(self.store.path, error) from error
             raise
         for folder, name in dead:
             with suppress(OSError):
                 self.store.catalog.shard_path(folder, name).unlink()
-
-    def _remove_orphans(self) -> None:
-        for orphan in self.store.orphans(self.folders.targets):
-            orphan.unlink(missing_ok=True)
 
 
 def disk_error(path: Path, error: OSError) -> StoreError:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
+import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ragcache.errors import StoreError, StoreNotFoundError
@@ -81,7 +81,7 @@ def _rebuild(path: Path, folders: Iterable[Path]) -> RebuildReport:
 
 def _find_shards(folders: set[Path], header: JournalHeader, report: RebuildReport) -> list[NewShard]:
     """All shards of this store that can be used, oldest first."""
-    found: list[tuple[int, NewShard]] = []
+    found: list[NewShard] = []
     for file in (file for folder in sorted(folders) for file in shard_files(folder)):
         try:
             content = read_shard(file, Container(file.suffix[1:]))
@@ -89,16 +89,17 @@ def _find_shards(folders: set[Path], header: JournalHeader, report: RebuildRepor
                 raise ValueError("it belongs to another store")
             shard = NewShard(
                 path=file,
+                sequence=int(content.header["sequence"]),
                 bytes=file.stat().st_size,
                 checksum=file_checksum(file),
                 format=content.format.to_json(),
                 fingerprint=content.header["digest"],
                 states=content.states,
             )
-            found.append((int(content.header["generation"]), shard))
+            found.append(shard)
         except (ValueError, KeyError, TypeError, OSError) as error:
             report.faults.append((file, str(error)))
-    return [shard for _, shard in sorted(found, key=lambda it: it[0])]
+    return sorted(found, key=lambda shard: shard.sequence)
 
 
 def _fill(
@@ -118,8 +119,11 @@ def _fill(
     with catalog.transaction() as connection:
         states: dict[str, int] = {}
         written: list[int] = []
+        last = 0
         for shard in shards:
-            added = changes.add_shard(connection, shard, folders.label(shard.path))
+            # A shard whose commit failed may have left its number to another.
+            last = max(shard.sequence, last + 1)
+            added = changes.add_shard(connection, replace(shard, sequence=last), folders.label(shard.path))
             written += added.values()
             # Of several with the same key the youngest counts: it may have replaced one that was damaged.
             states |= added
@@ -142,7 +146,7 @@ def _put_in_place(path: Path, new: Path) -> Path | None:
         old = path / f"{CATALOG}{suffix}"
         if old.exists():
             if replaced is None:
-                replaced = path / f"{REPLACED}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+                replaced = path / f"{REPLACED}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
                 replaced.mkdir()
             old.replace(replaced / old.name)
     new.replace(path / CATALOG)

@@ -140,7 +140,7 @@ class NewStates:
 
     @property
     def bytes(self) -> int:
-        """Bytes that these states take, without what is around them in the file."""
+        """Bytes of token ids and layers, without what is around them in the file."""
         return sum(it.length for it in self.ranges)
 
 
@@ -150,7 +150,8 @@ class NewShard:
 
     Attributes:
         path: the file.
-        bytes: its size.
+        sequence: of several shards with the same states the one of the highest number counts.
+        bytes: size of the file.
         checksum: xxh3 (64 bit, hexadecimal) of the whole file.
         format: form and codec of each layer, as JSON.
         fingerprint: digest of the model's fingerprint.
@@ -158,6 +159,7 @@ class NewShard:
     """
 
     path: Path
+    sequence: int
     bytes: int
     checksum: str
     format: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ragcache.states.folders import ShardFolders
 from ragcache.states.form import StateFormat
 from ragcache.states.records import NewShard
@@ -18,13 +20,25 @@ class RollingShards:
         container: Container,
         shard_bytes: int,
         origin: ShardOrigin,
+        sequence: Iterator[int],
     ) -> None:
+        """Set up; nothing is written yet.
+
+        Args:
+            folders: where shards go.
+            format: of all entries.
+            container: file format of shards.
+            shard_bytes: size at which a shard is closed.
+            origin: what all states are made with.
+            sequence: numbers of the shards to come.
+        """
         self._finished: list[NewShard] = []
         self._folders = folders
         self._format = format
         self._container = container
         self._shard_bytes = shard_bytes
         self._origin = origin
+        self._sequence = sequence
         self._current: ShardWriter | None = None
 
     @property
@@ -39,7 +53,9 @@ class RollingShards:
             OSError: they cannot be written.
         """
         if self._current is None:
-            self._current = ShardWriter(self._folders.next(), self._format, self._container, self._origin)
+            number = next(self._sequence)
+            folder = self._folders.of(number)
+            self._current = ShardWriter(folder, number, self._format, self._container, self._origin)
         self._current.add(entry)
         if self._current.bytes >= self._shard_bytes:
             self.finish()

@@ -15,11 +15,12 @@ CREATE TABLE documents (
     id TEXT PRIMARY KEY, source TEXT NOT NULL, title TEXT NOT NULL, signature TEXT NOT NULL, metadata TEXT NOT NULL
 );
 CREATE INDEX documents_by_source ON documents(source);
--- folder: '' is the store's own. state_bytes: of all states that were written into it, whether still in use or not.
+-- id: grows, so that of two shards with the same states the younger is known. folder: '' is the store's own.
 CREATE TABLE shards (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, folder TEXT NOT NULL, bytes INTEGER NOT NULL,
-    state_bytes INTEGER NOT NULL, checksum TEXT NOT NULL, format TEXT NOT NULL, fingerprint TEXT NOT NULL
+    checksum TEXT NOT NULL, format TEXT NOT NULL, fingerprint TEXT NOT NULL
 );
+-- bytes: with their share of what else is in the file, so that those of a shard's states add up to its size.
 -- cost: FLOPs that computing them takes. clock: the ageing clock of eviction when they were stored.
 CREATE TABLE states (
     id INTEGER PRIMARY KEY, key TEXT NOT NULL, shard INTEGER NOT NULL REFERENCES shards(id),

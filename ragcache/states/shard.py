@@ -9,6 +9,7 @@ restorer reads just those runs with positioned reads, without Arrow. Schema meta
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,14 @@ class ShardEntry:
     text: str = ""
 
 
+def entry_size(format: StateFormat, tokens: int) -> int:
+    """Bytes that a chunk of so many tokens takes in a shard, rather too many than too few."""
+    columns = len(_DESCRIPTION) + len(format.stored_layers)
+    states = sum(format.size(layer, tokens) for layer in format.stored_layers)
+    # Texts have some four bytes for each token, which has four more for its id; the rest is around each value.
+    return states + 12 * tokens + 256 * columns
+
+
 @dataclass(frozen=True)
 class ShardOrigin:
     """What all states of a shard were made with.
@@ -81,22 +90,31 @@ class ShardOrigin:
         fingerprint: of the model, as JSON.
         digest: of the fingerprint.
         prefix: token ids that the chunks were encoded after.
-        generation: of the store when the shard was begun. Of several shards with the same states the youngest counts.
     """
 
     store: str
     fingerprint: str
     digest: str
     prefix: tuple[int, ...]
-    generation: int
 
 
 class ShardWriter:
     """Writes one shard; `close` makes it durable and gives it its name, `abort` removes it."""
 
-    def __init__(self, folder: Path, format: StateFormat, container: Container, origin: ShardOrigin) -> None:
+    def __init__(
+        self, folder: Path, sequence: int, format: StateFormat, container: Container, origin: ShardOrigin
+    ) -> None:
+        """Begin a file.
+
+        Args:
+            folder: where it goes.
+            sequence: of several shards with the same states the one of the highest number counts.
+            format: form and codec of each layer.
+            container: file format.
+            origin: what all states in it were made with.
+        """
         self.format = format
-        self.bytes = 0
+        self._sequence = sequence
         self._origin = origin
         header = {
             "version": SHARD_VERSION,
@@ -104,7 +122,7 @@ class ShardWriter:
             "fingerprint": json.loads(origin.fingerprint),
             "digest": origin.digest,
             "prefix": origin.prefix,
-            "generation": origin.generation,
+            "sequence": sequence,
             "format": json.loads(format.to_json()),
         }
         layers = [pa.field(f"layer_{layer:03d}", pa.binary(), nullable=False) for layer in format.stored_layers]
@@ -123,7 +141,11 @@ class ShardWriter:
         columns += [_one_binary(payload) for payload in payloads]
         batch = pa.record_batch(columns, schema=self._schema)
         self._writer.write_batch(batch)
-        self.bytes += batch.nbytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes written so far."""
+        return self._file.size
 
     def close(self) -> NewShard:
         """Finish the file."""
@@ -133,6 +155,7 @@ class ShardWriter:
         self._file.commit()
         return NewShard(
             path=self._file.path,
+            sequence=self._sequence,
             bytes=self._file.size,
             checksum=self._file.checksum,
             format=self.format.to_json(),
@@ -196,6 +219,8 @@ def _states(row: dict[str, Any], ends: list[int], format: StateFormat) -> NewSta
     lengths = [4 * tokens, *(format.size(layer, tokens) for layer in format.stored_layers)]
     places = zip(ends, lengths, row["xxh3"], strict=True)
     ranges = tuple(ByteRange(end - length, length, checksum) for end, length, checksum in places)
+    if not 0 <= row["cost"] < math.inf or any(it.offset < 0 for it in ranges):
+        raise ValueError(f"the entry {row['key']} makes no sense")
     return NewStates(row["key"], row["cost"], ranges)
 
 
@@ -229,7 +254,10 @@ def _parquet_ends(path: Path) -> tuple[pa.Schema, list[dict[str, Any]], _Ends]:
         rows: list[dict[str, Any]] = []
         ends: _Ends = []
         for index in range(file.num_row_groups):
-            rows += file.read_row_group(index, columns=[field.name for field in _DESCRIPTION]).to_pylist()
+            # All columns, although few are wanted: where metadata of one are damaged, reading it is an error, while asking
+            # for them ends the process.
+            table = file.read_row_group(index)
+            rows += table.select([field.name for field in _DESCRIPTION]).to_pylist()
             group = file.metadata.row_group(index)
             columns = [group.column(number) for number in range(len(_DESCRIPTION) - 1, group.num_columns)]
             ends.append([column.data_page_offset + column.total_compressed_size for column in columns])

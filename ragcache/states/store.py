@@ -259,8 +259,21 @@ class StateStore:
             folder.mkdir(exist_ok=True)
         searched = {self.path, self.shard_folder, *folders, *(path.parent for path in self.catalog.shards())}
         unfinished = [file for folder in searched for file in unfinished_files(folder)]
-        for leftover in (*unfinished, *self.orphans(folders), *_superseded(self.journal())):
+        self.remove_orphans(folders)
+        for leftover in (*unfinished, *_superseded(self.journal())):
             leftover.unlink(missing_ok=True)
+
+    def remove_orphans(self, folders: Iterable[Path] = ()) -> None:
+        """Delete what the catalog does not know. To be called by the process that holds the lock.
+
+        Raises:
+            StoreError: the catalog is damaged, and may know them after all.
+        """
+        orphans = self.orphans(folders)
+        if orphans:
+            self.catalog.require_sound()
+        for orphan in orphans:
+            orphan.unlink(missing_ok=True)
 
     def broken_shards(self) -> list[str]:
         """Names of shards in the catalog whose file is gone or of another size than was written."""

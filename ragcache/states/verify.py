@@ -54,7 +54,7 @@ class VerifyReport:
         bytes: that were read.
         faults: what was found, in the order it was found.
         damaged: states that must be encoded again.
-        shards: with damage that concerns none of the states in use; copying them makes them whole.
+        shards: with any damage; copying what is sound in them makes them whole.
         journal: cannot be replayed to what the catalog holds.
     """
 
@@ -62,7 +62,7 @@ class VerifyReport:
     bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
     damaged: list[StatesInUse] = field(default_factory=list)
-    shards: list[ShardInventory] = field(default_factory=list)
+    shards: list[int] = field(default_factory=list)
     journal: bool = False
 
     def add(self, part: Part, name: str | Path, reason: str, detail: str) -> None:
@@ -81,8 +81,7 @@ def verify(store: StateStore, on_progress: Callable[[int, int], None] = lambda d
         StoreError: the catalog is damaged; `ragcache rebuild` makes it anew.
     """
     report = VerifyReport()
-    if problems := store.catalog.problems():
-        raise store.catalog.damaged(problems[0])
+    store.catalog.require_sound()
     for _ in store.catalog.all_chunks():
         pass  # Each row is checked as it is read.
     inventory = Inventory(store.catalog)
@@ -118,7 +117,8 @@ def _verify_shard(store: StateStore, inventory: Inventory, shard: ShardInventory
     problem = _problem_of(shard)
     if problem is not None and sound:
         report.add(Part.SHARD, shard.path, "checksum", f"{problem}; none of the states in use is affected")
-        report.shards.append(shard)
+    if problem is not None or not sound:
+        report.shards.append(shard.id)
 
 
 def _problem_of(shard: ShardInventory) -> str | None:

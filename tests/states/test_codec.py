@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache.states.codec import Codec, FloatCodec, Int4Codec, Int8Codec, Part, codec_named
+from ragcache.states.codec import Codec, FloatCodec, Int4Codec, Part, codec_named
 
 STATES = ["float32", "bfloat16", "float16"]
 CODECS = ["raw", "bf16", "fp16", "int8", "int4"]
@@ -73,7 +73,7 @@ def test_bytes_per_token_are_those_of_one_among_many(name: str, part: Part, dtyp
 
 
 @pytest.mark.parametrize("part", Part)
-@pytest.mark.parametrize(("name", "bits"), [("raw", 16), ("bf16", 16), ("fp16", 16), ("int8", 8.25), ("int4", 5)])
+@pytest.mark.parametrize(("name", "bits"), [("raw", 16), ("bf16", 16), ("fp16", 16), ("int8", 8.5), ("int4", 5)])
 def test_bits_of_a_value(name: str, bits: float, part: Part) -> None:
     assert codec_named(name, "bfloat16", part).bytes_per_token(576) * 8 / 576 <= bits
 
@@ -189,30 +189,41 @@ def test_floating_point_layout(name: str, states: str, data: str) -> None:
 # --- int8
 
 
+def tile8(part: Part) -> tuple[int, int]:
+    """Tokens and width of what shares a scale."""
+    return {Part.HIDDEN: (64, 1), Part.KEYS: (32, 1), Part.VALUES: (1, 64)}[part]
+
+
 @settings(deadline=None)
 @given(
+    part=st.sampled_from(Part),
     tokens=TOKENS,
     width=WIDTHS,
     dtype=st.sampled_from(STATES),
     seed=st.integers(0, 99),
     outlier=st.sampled_from([1e-6, 1.0, 300.0]),
 )
-def test_int8_errs_by_at_most_half_a_step(tokens: int, width: int, dtype: str, seed: int, outlier: float) -> None:
+def test_int8_errs_by_at_most_half_a_step(
+    part: Part, tokens: int, width: int, dtype: str, seed: int, outlier: float
+) -> None:
     values = random_values(tokens, width, dtype, seed, outlier)
-    out = decoded(Int8Codec(), values)
-    for start in range(0, width, 64):
-        group, back = values[:, start : start + 64].float(), out[:, start : start + 64]
-        step = group.abs().amax(1, keepdim=True) / 127
-        # Rounding the scale to bfloat16 may move the largest value by as much, never both.
-        assert ((group - back).abs() <= 0.51 * step + 1e-37).all()
+    out = decoded(codec_named("int8", dtype, part), values)
+    high, wide = tile8(part)
+    for top in range(0, tokens, high):
+        for left in range(0, width, wide):
+            of_tile = slice(top, top + high), slice(left, left + wide)
+            tile, back = values[of_tile].float(), out[of_tile]
+            step = tile.abs().amax() / 127
+            # Rounding the scale to bfloat16 may move the largest value by as much, never both.
+            assert ((tile - back).abs() <= 0.51 * step + 1e-37).all()
 
 
-def test_int8_layout() -> None:
+def test_int8_layout_of_values() -> None:
     """Two planes: integers, then one bfloat16 scale for each 64 values of a token, at the next multiple of 64 bytes."""
     values = torch.zeros(2, 70)
     values[0, 0], values[0, 69] = 127.0, -2 * 127.0
     values[1, 1], values[1, 63] = 64 * 127.0, 64.0
-    data = raw_bytes(Int8Codec().encode(values))
+    data = raw_bytes(codec_named("int8", "float32", Part.VALUES).encode(values))
     assert len(data) == 192 + 4 * 2
     integers = bytearray(192)
     integers[0], integers[69], integers[70 + 1], integers[70 + 63] = 127, 256 - 127, 127, 1
@@ -220,16 +231,37 @@ def test_int8_layout() -> None:
     assert [bfloat16_at(data, 192 + 2 * index) for index in range(3)] == [1.0, 2.0, 64.0]
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 64), (5, 70), (65, 33), (64, 128)])
-def test_int8_can_be_read_from_its_description(tokens: int, width: int) -> None:
+@pytest.mark.parametrize(("part", "high"), [(Part.HIDDEN, 64), (Part.KEYS, 32)])
+def test_int8_layout_of_hidden_states_and_keys(part: Part, high: int) -> None:
+    """Two planes: integers, then one bfloat16 scale for each channel of 64 tokens (keys: 32), at the next multiple of
+    64 bytes."""
+    last = high + 5
+    values = torch.zeros(last + 1, 2)
+    values[0, 0], values[last, 0] = 127.0, -2 * 127.0
+    values[1, 1], values[high - 1, 1] = 64 * 127.0, 64.0
+    data = raw_bytes(codec_named("int8", "float32", part).encode(values))
+    plane = aligned(2 * (last + 1))
+    assert len(data) == plane + 4 * 2
+    integers = bytearray(plane)
+    integers[0], integers[2 * last], integers[2 + 1], integers[2 * (high - 1) + 1] = 127, 256 - 127, 127, 1
+    assert data[:plane] == bytes(integers)
+    # First both channels of the first tile, then those of the tokens behind it.
+    assert [bfloat16_at(data, plane + 2 * index) for index in range(3)] == [1.0, 64.0, 2.0]
+
+
+@pytest.mark.parametrize("part", Part)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 64), (5, 70), (65, 33), (64, 128), (130, 3)])
+def test_int8_can_be_read_from_its_description(part: Part, tokens: int, width: int) -> None:
     values = random_values(tokens, width, "float32", 1)
-    data, out = raw_bytes(Int8Codec().encode(values)), decoded(Int8Codec(), values)
-    groups = (width + 63) // 64
+    codec = codec_named("int8", "float32", part)
+    data, out = raw_bytes(codec.encode(values)), decoded(codec, values)
+    high, wide = tile8(part)
+    across = -(-width // wide)
     for token in range(tokens):
         for channel in range(width):
             integer = struct.unpack_from("<b", data, token * width + channel)[0]
-            scale = bfloat16_at(data, aligned(tokens * width) + 2 * (token * groups + channel // 64))
-            assert out[token, channel] == integer * scale
+            place = token // high * across + channel // wide
+            assert out[token, channel] == integer * bfloat16_at(data, aligned(tokens * width) + 2 * place)
 
 
 # --- int4

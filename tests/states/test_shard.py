@@ -25,7 +25,7 @@ from ragcache.states.shard import SCHEMA_KEY, Container, ShardEntry, ShardOrigin
 from tests.formats import hidden_format, mixed_format
 
 FORMAT = mixed_format("int8", "bfloat16")
-ORIGIN = ShardOrigin("store", '{"weights": "abc"}', "digest", (1, 2, 3), 7)
+ORIGIN = ShardOrigin("store", '{"weights": "abc"}', "digest", (1, 2, 3))
 
 
 def entry(number: int, tokens: int) -> ShardEntry:
@@ -48,7 +48,7 @@ def container(request: pytest.FixtureRequest) -> Container:
 
 
 def write(folder: Path, entries: list[ShardEntry], container: Container) -> NewShard:
-    writer = ShardWriter(folder, FORMAT, container, ORIGIN)
+    writer = ShardWriter(folder, 7, FORMAT, container, ORIGIN)
     for item in entries:
         writer.add(item)
     return writer.close()
@@ -76,7 +76,7 @@ def test_byte_ranges_hold_the_columns(tmp_path: Path, entries: list[ShardEntry],
 
 def check_table(table: pa.Table, entries: list[ShardEntry]) -> None:
     about = json.loads(table.schema.metadata[SCHEMA_KEY])
-    assert (about["version"], about["store"], about["generation"]) == (2, "store", 7)
+    assert (about["version"], about["store"], about["sequence"]) == (2, "store", 7)
     assert about["fingerprint"] == {"weights": "abc"}
     assert about["prefix"] == [1, 2, 3]
     assert StateFormat.from_json(json.dumps(about["format"])) == FORMAT
@@ -113,7 +113,7 @@ def test_pyarrow_pandas_and_duckdb_open_a_parquet_shard(tmp_path: Path, entries:
 def test_nothing_has_its_final_name_before_it_is_whole(
     tmp_path: Path, entries: list[ShardEntry], container: Container
 ) -> None:
-    writer = ShardWriter(tmp_path, FORMAT, container, ORIGIN)
+    writer = ShardWriter(tmp_path, 7, FORMAT, container, ORIGIN)
     writer.add(entries[0])
     (unfinished,) = tmp_path.iterdir()
     assert unfinished.name.startswith(TEMPORARY_PREFIX)
