@@ -1,6 +1,6 @@
 # make demo         set-up and the main job
 # make test         set-up and the tests
-# make torture      jobs killed at 200 points; minutes
+# make torture      jobs killed at 200 points, readers beside a writer; minutes
 # make bench-smoke  the demo, and a check with a wide margin that restoring pays
 # make check        ruff, mypy, import-linter
 # make clean        remove what the targets made here
@@ -20,6 +20,7 @@ test: $(INSTALLED)
 
 torture: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.torture.crash --points 200
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.torture.concurrency --seconds 120
 
 bench-smoke: demo
 	$(BIN)/python -c "import json; ratio = json.load(open('.demo/result.json'))['median_ratio']; \

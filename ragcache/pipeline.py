@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ragcache.answer import Answer
-from ragcache.errors import (
-    PassageError,
-    QuestionError,
-    SettingsError,
-    StoreError,
-    StoreNotFoundError,
-)
+from ragcache.errors import PassageError, StoreError, StoreNotFoundError
 from ragcache.generate.engine import Engine
 from ragcache.generate.sampling import SamplingParameters
-from ragcache.indexer.encoder import StateEncoder
-from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
-from ragcache.indexer.repair import StateRepair, readmit
 from ragcache.indexer.report import IndexReport, Progress, Silent
 from ragcache.indexer.sources import Document
-from ragcache.indexer.splitting import Splitter
+from ragcache.indexing import Indexing
 from ragcache.maintenance import (
     COMPACT_THRESHOLD,
     OnBytes,
     StoreStats,
     compact_store,
     delete_documents,
-    repair_store,
     store_stats,
     verify_store,
     write_options,
@@ -44,15 +30,15 @@ from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import OnStage, load_language_model
 from ragcache.prompt.layout import Layout, lay_out
 from ragcache.prompt.template import PromptTemplate
+from ragcache.prompt.validity import check_question, check_room, is_unicode
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import RetrievedChunk, Retriever
 from ragcache.settings import QueryOptions, Settings, load_settings, query_options
 from ragcache.states.compact import CompactReport
 from ragcache.states.key import state_key
-from ragcache.states.records import NO_VECTORS, StoredStates
-from ragcache.states.store import StateStore, StoreIdentity
+from ragcache.states.records import StoredStates
+from ragcache.states.store import StateStore
 from ragcache.states.verify import VerifyReport
-from ragcache.states.writer import StoreWriter
 from ragcache.stream import AnswerStream, ContextChunk, answer_head, context_chunk, milliseconds_since
 
 PYTHON_SOURCE = "python"
@@ -79,9 +65,9 @@ class RagCache:
         self.model = model
         self.embedder = embedder
         self.template = PromptTemplate(model.tokenizer, settings.system_prompt)
-        _check_room(len(self.template.prefix), settings.chunk_tokens, model.context_window)
+        check_room(len(self.template.prefix), settings.chunk_tokens, model.context_window)
         self.engine = Engine(model, self.template.prefix, settings, self._relocated)
-        self._lock = threading.Lock()
+        self._indexing = Indexing(settings, model, self.template, self.engine, embedder)
         self._store: StateStore | None = None
         self._retriever: Retriever | None = None
         if StateStore.exists(path):
@@ -149,25 +135,14 @@ class RagCache:
             SourceError: a document cannot be read, an id comes twice, or there are none.
             StoreError: the store cannot be written to, or another process is writing.
         """
-        if isinstance(documents, Iterator):
-            documents = list(documents)
-        planned_at = self._store.catalog.vectors() if self._store else NO_VECTORS
-
-        def plan_with(store: StateStore | None) -> IndexPlan:
-            return plan_run(documents, source, self._settings_digest(), store, remove_missing=remove_missing)
-
-        plan = plan_with(self._store)
-        store = self._store
-        if store is None:
-            store = StateStore.create(self.path, self._identity(), self.settings, wait=wait)
-            # Another process may have made it, with another model, since this one looked.
-            self._check_identity(store)
-        with self._open_writer(store, wait=wait) as writer:
-            if store.catalog.vectors() != planned_at:
-                # Another process has changed it before this one held the lock.
-                plan = plan_with(store)
-            report = self._run_job(writer, documents, plan, progress or Silent())
-            store.write_settings(self.settings)
+        store, report = self._indexing.run(
+            self._store or self.path,
+            documents,
+            source=source,
+            remove_missing=remove_missing,
+            progress=progress or Silent(),
+            wait=wait,
+        )
         if self._store is None:
             self._attach(store)
         return report
@@ -219,15 +194,14 @@ class RagCache:
         """
         if not repair:
             return verify_store(self.store, progress)
-        with self._open_writer(self.store, wait=wait) as writer:
-            return repair_store(writer, self._state_repair(writer), lambda: self.embedder, progress)
+        return self._indexing.repair(self.store, progress, wait=wait)
 
     def stats(self) -> StoreStats:
         """What the store holds, and how often its states were used."""
         return store_stats(self.store)
 
     def close(self) -> None:
-        """Write down how often states were used. The last thing to do with this object."""
+        """Write down how often states were used. It also happens now and then, and when the process ends by itself."""
         if self._store is not None:
             self._store.usage.flush()
 
@@ -266,7 +240,7 @@ class RagCache:
         """
         clock = time.perf_counter()
         chosen = query_options(self.settings, **options)
-        _check_question(question)
+        check_question(question)
         chunks = [context_chunk(hit) for hit in self.retrieve(question, chosen.top_k)]
         if not chunks:
             raise StoreError(f"{self.path} holds no passages to answer from; index documents into it first")
@@ -275,7 +249,7 @@ class RagCache:
     def stream_from(self, question: str, chunks: Sequence[ContextChunk], **options: Any) -> AnswerStream:
         """Answer a question from chosen passages, in the order given; see `stream`."""
         clock = time.perf_counter()
-        _check_question(question)
+        check_question(question)
         return self._answer(question, chunks, query_options(self.settings, **options), clock, 0.0)
 
     def generate(self, token_ids: tuple[int, ...], **options: Any) -> AnswerStream:
@@ -297,7 +271,7 @@ class RagCache:
         Raises:
             PassageError: it is no Unicode.
         """
-        if not _is_unicode(chunk_id + title + text):
+        if not is_unicode(chunk_id + title + text):
             raise PassageError(f"passage {chunk_id!r} holds half a surrogate pair; give valid Unicode")
         for stored in self._store.catalog.chunks_by_id([chunk_id]) if self._store else []:
             if stored.text.strip() == text.strip():
@@ -358,78 +332,8 @@ class RagCache:
     def _relocated(self, states: StoredStates) -> StoredStates | None:
         return self.store.catalog.relocated(states)
 
-    def _check_identity(self, store: StateStore) -> None:
-        store.check_identity(self._identity(), (self.settings.model, self.settings.embedding_model))
-
     def _attach(self, store: StateStore) -> None:
-        self._check_identity(store)
+        self._indexing.check_identity(store)
         self._store, self._retriever = store, Retriever(store, self.embedder)
-
-    def _identity(self) -> StoreIdentity:
-        return StoreIdentity(self.model.fingerprint.to_json(), self.embedder.digest, self.template.prefix)
-
-    def _settings_digest(self) -> str:
-        parts = [self.settings.chunk_tokens, self.settings.chunk_overlap, self.engine.format.to_json()]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    @contextmanager
-    def _open_writer(self, store: StateStore, *, wait: bool) -> Iterator[StoreWriter]:
-        """Lock a store for writing; when that fails before anything was committed to it, it is taken away again."""
-        with StoreWriter(store, self.engine.format, write_options(self.settings, wait=wait)) as writer:
-            try:
-                yield writer
-            except BaseException:
-                store.remove_if_empty()
-                raise
-
-    def _run_job(
-        self, writer: StoreWriter, documents: Iterable[Document], plan: IndexPlan, progress: Progress
-    ) -> IndexReport:
-        job = IndexJob(
-            store=writer.store,
-            writer=writer,
-            splitter=Splitter(self.template, self.settings.chunk_tokens, self.settings.chunk_overlap),
-            encoder=self._encoder(),
-            embedder=self.embedder,
-            prefix=self.template.prefix,
-            settings_digest=self._settings_digest(),
-            batch_tokens=self.settings.batch_tokens,
-            progress=progress,
-        )
-        report = job.run(documents, plan)
-        return replace(report, readmitted=readmit(self._state_repair(writer)))
-
-    def _encoder(self) -> StateEncoder:
-        return StateEncoder(self.model, self.engine.prefix, self.engine.format)
-
-    def _state_repair(self, writer: StoreWriter) -> StateRepair:
-        return StateRepair(writer, self._encoder(), self.template.prefix, self.settings.batch_tokens)
-
-
-def _check_room(prefix: int, chunk: int, window: int) -> None:
-    if prefix >= window:
-        raise SettingsError(
-            f"the system prompt takes {prefix} tokens, and the model's context window is {window}; shorten it"
-        )
-    if prefix + chunk >= window:
-        raise SettingsError(
-            f"chunk_tokens is {chunk}, and beside the system prompt the model's context window of {window} has room "
-            f"for {window - prefix}; choose a smaller chunk_tokens"
-        )
-
-
-def _check_question(question: str) -> None:
-    if not isinstance(question, str):
-        raise QuestionError(f"the question is no text but {type(question).__name__}; give a str")
-    if not question.strip():
-        raise QuestionError("the question is empty; ask something")
-    if not _is_unicode(question):
-        raise QuestionError("the question holds half a surrogate pair; send valid Unicode")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        # For those who do not call `close`: at the latest when the process ends.
+        weakref.finalize(self, store.usage.flush)

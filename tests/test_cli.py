@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
 import ragcache
 from ragcache.cli import main
 from ragcache.console import IndexingProgress, printable
+from ragcache.states.store import StateStore
 
 
 class Outcome(NamedTuple):
@@ -96,6 +97,84 @@ def test_index_query_stats(run: Run, corpus: Path, store: Path) -> None:
     stats = json.loads(run("stats", "--store", store, "--json").out)
     assert (stats["documents"], stats["chunks"]) == (1, 1)
     assert "documents" in run("stats", "--store", store).out
+
+
+class TestUpkeep:
+    """Commands that look after a store; what they do is in tests/test_maintenance.py."""
+
+    def test_forms_containers_folders_and_limits(
+        self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]
+    ) -> None:
+        store, disk = tmp_path / "store", tmp_path / "disk"
+        options = ["--states", "hidden", "--codec", "int4", "--format", "parquet", "--state-folder", disk]
+        limits = ["--budget-mb", 100, "--free-mb", 1]
+        assert run("index", corpus, "--store", store, *tiny, *options, *limits).code == 0
+        assert [path.suffix for path in disk.rglob("*") if path.is_file()] == [".parquet"]
+        stats = json.loads(run("stats", "--store", store, "--json").out)
+        assert (stats["models"][0]["form"], stats["models"][0]["codec"]) == ("hidden", "int4")
+        # All of it is remembered.
+        assert "2 unchanged" in run("index", corpus, "--store", store).out
+
+    def test_space_that_is_short_is_said(self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]) -> None:
+        outcome = run("index", corpus, "--store", tmp_path / "s", *tiny, "--free-mb", 10**9)
+        assert outcome.code == 0
+        assert "2 chunks have no states" in outcome.err
+        assert "2 chunks, for lack of space" in run("stats", "--store", tmp_path / "s").out
+
+    def test_hits_and_misses(self, run: Run, store: Path) -> None:
+        run("query", "How tall is it?", "--store", store, "--max-tokens", 1, "--top-k", 2)
+        for shard in (store / "shards").glob("[0-9a-f]*.arrow"):
+            shard.unlink()
+        run("query", "How tall is it?", "--store", store, "--max-tokens", 1, "--top-k", 2, "--json")
+        stats = json.loads(run("stats", "--store", store, "--json").out)
+        assert (stats["hits"], stats["misses"]) == (2, {"missing": 2})
+        assert "2 missing" in run("stats", "--store", store).out
+
+    def test_delete_and_compact(self, run: Run, corpus: Path, store: Path) -> None:
+        check_refused(run("delete", "corpus/nothing.md", "--store", store), "nothing was removed")
+        check_refused(run("delete", "--store", store), "nothing to delete")
+        check_refused(run("delete", "--store", store, "--where", "page"), "KEY=VALUE")
+        check_refused(run("delete", "--store", store, "--where", "page=3"), "no document with metadata")
+        check_refused(run("delete", "--store", store, "--model", "f" * 12), "ragcache stats shows")
+        assert "1 documents removed" in run("delete", "corpus/ferry.md", "--store", store).out
+        assert "1 shards copied" in run("compact", "--store", store, "--threshold", 0).out
+        fingerprint = json.loads(run("stats", "--store", store, "--json").out)["models"][0]["fingerprint"]
+        assert "1 chunks' states removed" in run("delete", "--store", store, "--model", fingerprint[:12]).out
+        check_refused(run("delete", "x", "--store", store, "--model", fingerprint[:12]), "not both")
+
+    def test_verify_and_repair(self, run: Run, store: Path) -> None:
+        sound = run("verify", "--store", store)
+        assert (sound.code, "everything is as it was written" in sound.out) == (0, True)
+        (shard,) = StateStore.open(store).catalog.shards()
+        states = StateStore.open(store).catalog.chunks_by_id(["corpus/ferry.md#0"])[0].states
+        assert states is not None
+        content = bytearray(shard.read_bytes())
+        content[states.ranges[1].offset] ^= 1
+        shard.write_bytes(content)
+        found = run("verify", "--store", store)
+        assert found.code == 1
+        assert "chunk corpus/ferry.md#0" in found.out
+        assert "--repair" in found.out
+        faults = json.loads(run("verify", "--store", store, "--json").out)["faults"]
+        assert [(it["part"], it["reason"]) for it in faults] == [("chunk", "checksum")]
+        assert "1 faults repaired" in run("verify", "--store", store, "--repair").out
+        assert run("verify", "--store", store).code == 0
+
+    def test_rebuild(self, run: Run, store: Path) -> None:
+        answer = run("query", "How tall is it?", "--store", store, "--json", "--max-tokens", 3)
+        (store / "catalog.sqlite").write_bytes(b"rubbish" * 1000)
+        check_refused(run("query", "How tall is it?", "--store", store), "ragcache rebuild")
+        outcome = run("rebuild", "--store", store)
+        assert "2 documents, 2 chunks, 2 of them with states" in outcome.out
+        assert "the old catalog is kept in" in outcome.err
+        again = run("query", "How tall is it?", "--store", store, "--json", "--max-tokens", 3)
+        for part in ("answer", "sources", "tokens", "misses"):
+            assert json.loads(again.out)[part] == json.loads(answer.out)[part]
+
+    @pytest.mark.parametrize("command", ["stats", "verify", "compact", "rebuild"])
+    def test_no_store(self, run: Run, tmp_path: Path, command: str) -> None:
+        check_refused(run(command, "--store", tmp_path / "nothing"), "no store" if command != "rebuild" else "journal")
+        assert not list(tmp_path.iterdir())
 
 
 class TestBadInput:

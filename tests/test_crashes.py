@@ -21,8 +21,8 @@ def test_a_killed_job_leaves_the_store_as_it_was_and_can_be_done_again() -> None
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    *_, candidates, summary = run.stdout.splitlines()
+    *_, kinds, summary = run.stdout.splitlines()
     assert summary.startswith("12 points, 0 failures")
-    found = {kind: int(count) for count, kind in re.findall(r"(\d+) ([a-z ]+)", candidates)}
-    assert set(found) == set(Kind)
-    assert min(found.values()) > 0
+    candidates = {kind: int(count) for count, kind in re.findall(r"of (\d+) ([a-z ]+)", kinds)}
+    assert set(candidates) == set(Kind)
+    assert min(candidates.values()) > 0

@@ -1,11 +1,12 @@
 """Every kind of damage done to a real store: the answer stays what it was, or an error says what to do.
 
-`docs/reliability.md` has the same as a table. What a damaged chunk would answer is known: states are raw here, so what is
-restored equals what is computed, and the answer of a damaged store must be that of the whole one to the letter.
+`docs/reliability.md` has the same as a table. States are raw here, so what is restored equals what is computed, and a
+damaged store must answer as the whole one does, to the letter.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import resource
 import shutil
@@ -28,8 +29,11 @@ from ragcache.errors import StoreError, StoreNotFoundError
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.maintenance import compact_store, rebuild_store, write_options
 from ragcache.model.language_model import LanguageModel
+from ragcache.prompt.template import PromptTemplate
 from ragcache.retriever.embedding import Embedder
+from ragcache.retriever.vectors import VectorIndex
 from ragcache.settings import load_settings
+from ragcache.states.changes import set_vectors
 from ragcache.states.journal import journal_files
 from ragcache.states.records import ChunkRecord, StoredStates
 from ragcache.states.store import StateStore
@@ -51,6 +55,20 @@ class Kind(NamedTuple):
 
 KINDS = [Kind(*it) for it in itertools.product(("hidden", "pre-rope-kv"), ("arrow", "parquet"))]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids="-".join)
+# Each form and each container once.
+two_kinds = pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids="-".join)
+
+
+@functools.cache
+def template(tokenizer: Any, system_prompt: str) -> PromptTemplate:
+    return PromptTemplate(tokenizer, system_prompt)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, embedder: Embedder) -> None:
+    """Stores are opened and the question is asked a thousand times here; what comes to the same each time is kept."""
+    monkeypatch.setattr("ragcache.pipeline.PromptTemplate", template)
+    monkeypatch.setattr(embedder, "question", functools.cache(embedder.question))
 
 
 @dataclass(frozen=True)
@@ -115,6 +133,12 @@ class Damaged:
         assert answer.sources == self.expected.sources
         assert {miss.chunk_id: miss.reason for miss in answer.misses} == misses
 
+    def check_all_but(self, misses: dict[str, str]) -> None:
+        """The answer is the right one, and no other chunks than these were computed."""
+        answer = ask(self.cache)
+        assert answer.answer == self.expected.answer
+        assert {(miss.chunk_id, miss.reason) for miss in answer.misses} <= misses.items()
+
     def faults(self) -> set[tuple[Part, str]]:
         return {(fault.part, fault.name) for fault in self.cache.verify().faults}
 
@@ -128,9 +152,12 @@ class Damaged:
 
 
 @pytest.fixture
-def damaged(open_tiny: OpenTiny, original: Callable[[Kind], Original], tmp_path: Path) -> Callable[..., Damaged]:
+def damaged(
+    open_tiny: OpenTiny, original: Callable[[Kind], Original], tmp_path: Path, encoded: list[tuple[int, ...]]
+) -> Callable[..., Damaged]:
     def copy(kind: Kind = KINDS[0]) -> Damaged:
         whole = original(kind)
+        encoded.clear()
         shutil.copytree(whole.path, tmp_path / "copy")
         return Damaged(tmp_path / "copy", open_tiny(tmp_path / "copy"), whole.answer, open_tiny)
 
@@ -152,7 +179,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def ask(cache: RagCache) -> Answer:
-    return cache.query(QUESTION, top_k=50, max_tokens=4)
+    return cache.query(QUESTION, top_k=50, max_tokens=3)
 
 
 def close(cache: RagCache) -> None:
@@ -257,7 +284,9 @@ def spread(places: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "region"), [(kind, region) for kind in KINDS for region in REGIONS[kind.shard_format]], ids=str
+    ("kind", "region"),
+    [(kind, region) for kind in (KINDS[0], KINDS[3]) for region in REGIONS[kind.shard_format]],
+    ids=lambda it: it if isinstance(it, str) else "-".join(it),
 )
 def test_flipped_bytes_around_the_states(
     damaged: Callable[..., Damaged], kind: Kind, region: str, encoded: list[tuple[int, ...]]
@@ -315,23 +344,23 @@ def test_a_single_damaged_chunk_answers_as_a_full_prefill(damaged: Callable[...,
                 assert [(miss.chunk_id, miss.reason) for miss in answer.misses] == [(best.chunk_id, "checksum")]
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids="-".join)
-@pytest.mark.parametrize("heal", ["index", "repair"])
+@pytest.mark.parametrize(("kind", "heal"), [(KINDS[0], "index"), (KINDS[3], "repair")], ids=["index", "repair"])
 def test_truncated_at_a_hundred_lengths(
     damaged: Callable[..., Damaged], kind: Kind, heal: str, encoded: list[tuple[int, ...]]
 ) -> None:
     it = damaged(kind)
     shard, content, chunks = it.shard, it.shard.read_bytes(), it.in_shard()
     ends = {chunk.chunk_id: max(r.offset + r.length for r in states_of(chunk).ranges) for chunk in chunks}
-    edges = {end for chunk in chunks for r in states_of(chunk).ranges for end in (r.offset, r.offset + r.length)}
-    # The one half of the lengths here, the other half there.
-    lengths = sorted({*np.linspace(0, len(content) - 1, 100).astype(int).tolist(), *edges, *(end - 1 for end in edges)})
-    for length in lengths[heal == "repair" :: 2]:
+    lengths = set(np.linspace(0, len(content) - 1, 100).astype(int).tolist())
+    for chunk in (chunks[0], chunks[len(chunks) // 2], chunks[-1]):
+        edges = {edge for r in states_of(chunk).ranges for edge in (r.offset, r.offset + r.length)}
+        lengths |= edges | {edge - 1 for edge in edges}
+    for number, length in enumerate(sorted(lengths)):
         shard.write_bytes(content[:length])
         cut = {chunk_id for chunk_id, end in ends.items() if end > length}
         it.check(misses=dict.fromkeys(cut, "truncated"))
-        assert it.faults() == {(Part.CHUNK, chunk_id) for chunk_id in cut} or not cut
-        assert it.faults()
+        if number % 8 == 0:
+            assert it.faults() == ({(Part.CHUNK, chunk_id) for chunk_id in cut} or {(Part.SHARD, str(shard))})
     shard.write_bytes(content[: len(content) // 2])
     if heal == "index":
         assert it.cache.index(DOCUMENTS[:3]).updated == 2
@@ -549,8 +578,9 @@ def noise(page: bytearray) -> None:
 
 
 @damages_a_page
-def a_bit_of_the_header(page: bytearray) -> None:
-    page[4] ^= 0x01
+def no_rows(page: bytearray) -> None:
+    """Their number is zero: SQLite finds nothing wrong with that as long as it does not compare with an index."""
+    page[3:5] = bytes(2)
 
 
 @damages_a_page
@@ -565,7 +595,7 @@ def a_bit_in_the_middle(page: bytearray) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_page_of_the_catalog(
-    damaged: Callable[..., Damaged], pattern: str, encoded: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    damaged: Callable[..., Damaged], pattern: str, encoded: list[tuple[int, ...]]
 ) -> None:
     it = damaged()
     close(it.cache)
@@ -581,16 +611,14 @@ def test_every_page_of_the_catalog(
         PATTERNS[pattern](page)
         content[start : start + PAGE] = page
         catalog.write_bytes(content)
-        try:
-            it.open_again()
+        error = error_of(it.open_again) or error_of(lambda: ask(it.cache))
+        if error is None:
             answer = ask(it.cache)
-        except StoreError as error:
-            # All but one say how to go on; the one is where the store looks as if made with other models.
-            assert "ragcache rebuild" in str(error) or "was made with" in str(error) or "holds states of" in str(error)
-        else:
             assert (answer.answer, answer.sources) == (it.expected.answer, it.expected.sources)
             answered += 1
             close(it.cache)
+        else:
+            assert "ragcache rebuild" in error
         if pattern == "noise" or start % (4 * PAGE) == 0:
             assert not it.rebuild()
             it.check(misses={})
@@ -761,14 +789,15 @@ def test_counts_of_use(damaged: Callable[..., Damaged]) -> None:
     it.check(misses={})
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids="-".join)
+@two_kinds
 @pytest.mark.parametrize("region", [KEY, CHUNK_ID, DESCRIPTION, HEADERS, FOOTER, STATES])
 def test_damaged_shards_and_no_catalog(damaged: Callable[..., Damaged], kind: Kind, region: str) -> None:
     """What `rebuild` then takes from a shard is right, or a miss; what it cannot read at all it names."""
     it = damaged(kind)
-    shard, places = it.shard, spread(runs(it, kind)[region], 6)
+    shard, content, places = it.shard, it.shard.read_bytes(), spread(runs(it, kind)[region], 6)
     mine = {chunk.chunk_id for chunk in it.in_shard()}
     for place in places:
+        shard.write_bytes(content)
         flip(shard, place, 0x10)
         close(it.cache)
         it.rebuild()
@@ -776,17 +805,13 @@ def test_damaged_shards_and_no_catalog(damaged: Callable[..., Damaged], kind: Ki
         assert answer.answer == it.expected.answer
         assert {miss.chunk_id for miss in answer.misses} <= mine
         assert {miss.reason for miss in answer.misses} <= {"checksum", "not_stored", "truncated", "token_ids", "codec"}
-        flip(shard, place, 0x10)
     it.cache.verify(repair=True)
     it.cache.index(DOCUMENTS[:3])
     it.check(misses={})
     assert not it.faults()
 
 
-@pytest.mark.parametrize("damage", [a_bit_of_the_header, a_bit_in_the_middle, zeros])
-def test_nothing_is_deleted_on_the_word_of_a_damaged_catalog(
-    damaged: Callable[..., Damaged], damage: Callable[[bytearray], None]
-) -> None:
+def test_nothing_is_deleted_on_the_word_of_a_damaged_catalog(damaged: Callable[..., Damaged]) -> None:
     """Some damage shows only as rows that are not there; documents must not go from the journal with them."""
     it = damaged()
     close(it.cache)
@@ -795,7 +820,7 @@ def test_nothing_is_deleted_on_the_word_of_a_damaged_catalog(
     for start in range(0, len(whole), PAGE):
         content = bytearray(whole)
         page = content[start : start + PAGE]
-        damage(page)
+        no_rows(page)
         content[start : start + PAGE] = page
         catalog.write_bytes(content)
         with suppress(StoreError):
@@ -806,6 +831,28 @@ def test_nothing_is_deleted_on_the_word_of_a_damaged_catalog(
         close(it.cache)
         for beside in (*it.path.glob("catalog.sqlite-*"), *it.path.glob("catalog.replaced-*/*")):
             beside.unlink()
+
+
+@pytest.mark.parametrize("heal", ["repair", "rebuild"])
+def test_vectors_of_other_chunks(damaged: Callable[..., Damaged], heal: str) -> None:
+    """Damage to the file itself: see tests/test_store_faults.py."""
+    it = damaged()
+    folder, version = it.cache.store.vector_folder, it.cache.store.catalog.vectors()
+    index = VectorIndex.load(folder, version)
+    index.remove([it.chunks[0].vector_id])
+    index.add([4711], it.cache.embedder.question(QUESTION))
+    wrong = index.save(folder, version.generation)
+    with it.cache.store.catalog.transaction() as connection:
+        set_vectors(connection, wrong)
+    with pytest.raises(StoreError, match="chunks are missing"):
+        ask(it.cache)
+    assert {part for part, _ in it.faults()} == {Part.VECTORS}
+    if heal == "repair":
+        it.cache.verify(repair=True)
+    else:
+        it.rebuild()
+    it.check(misses={})
+    assert not it.faults()
 
 
 # ------------------------------------------------------------------------------------ folders and disks that refuse
@@ -829,7 +876,7 @@ def test_a_folder_that_may_only_be_read(open_tiny: OpenTiny, original: Callable[
                 lambda: it.rebuild(),
             ]
             for action in actions:
-                with pytest.raises(StoreError, match="cannot (be written|write) to"):
+                with pytest.raises(StoreError, match=r"cannot (be written|write) to"):
                     action()
             it.open_again()
             it.check(misses={})
@@ -847,8 +894,16 @@ def full_disk(left: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def error_of(action: Callable[[], object]) -> str | None:
+    try:
+        action()
+    except StoreError as error:
+        return str(error)
+    return None
+
+
 CHANGES: dict[str, Callable[[Damaged], object]] = {
-    "index": lambda it: it.cache.index(DOCUMENTS[:3] + [DOCUMENTS[3]]),
+    "index": lambda it: it.cache.index(DOCUMENTS),
     "delete": lambda it: it.cache.delete("doc-0"),
     "compact": lambda it: it.cache.compact(0.0),
     "repair": lambda it: it.cache.verify(repair=True),
@@ -868,20 +923,18 @@ def test_a_full_disk(damaged: Callable[..., Damaged], change: str, left: int) ->
     before = it.cache.store.catalog.signatures()
     with full_disk(left):
         it.check(misses)
-        refused = False
-        try:
-            CHANGES[change](it)
-        except StoreError as error:
-            refused = True
-            assert "cannot" in str(error)
+        error = error_of(lambda: CHANGES[change](it))
+        if error is not None:
+            assert "cannot" in error
             it.open_again()
-            it.check(misses)
+            # A repair may have come as far as to the next chunk.
+            it.check_all_but(misses)
             assert it.cache.store.catalog.signatures() == before
-    assert refused or left > 3_000
+    assert error or left > 3_000
     it.open_again()
-    if refused:
-        it.check(misses)
+    if error is not None:
+        it.check_all_but(misses)
         CHANGES[change](it)
     assert not it.faults()
     assert not ask(it.cache).misses
-    assert not [file for file in it.path.rglob(".writing-*")]
+    assert not list(it.path.rglob(".writing-*"))

@@ -15,6 +15,7 @@ import pytest
 from ragcache import Document, RagCache
 from ragcache.answer import Answer
 from ragcache.errors import DocumentNotFoundError, StoreError, StoreLockedError, StoreNotFoundError
+from ragcache.indexer.encoder import StateEncoder
 from ragcache.maintenance import delete_model, rebuild_store, write_options
 from ragcache.retriever.embedding import Embedder
 from ragcache.states.folders import shard_files
@@ -206,14 +207,14 @@ class TestVerify:
             ("chunk", "doc-2#1", "checksum"),
         ]
         encoded: list[int] = []
-        encode = type(cache._encoder()).encode
+        encode = StateEncoder.encode
 
-        def counted(self: Any, chunks: Any) -> Any:
+        def counted(self: StateEncoder, chunks: Any) -> Any:
             encoded.append(len(chunks))
             return encode(self, chunks)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ragcache.indexer.encoder.StateEncoder.encode", counted)
+            patch.setattr(StateEncoder, "encode", counted)
             assert cache.verify(repair=True).faults == found.faults
         assert sum(encoded) == 2
         assert not cache.verify().faults

@@ -232,7 +232,7 @@ def test_a_plan_that_another_process_made_stale_is_made_again(
             other.delete([DOCUMENTS[0].id])
         return plans[-1]
 
-    monkeypatch.setattr("ragcache.pipeline.plan_run", plan_then_be_overtaken)
+    monkeypatch.setattr("ragcache.indexing.plan_run", plan_then_be_overtaken)
     report = cache.index(DOCUMENTS[:3])
     assert (plans[0].unchanged, report.unchanged, report.added) == (3, 2, 1)
     assert set(cache.store.catalog.signatures()) == {document.id for document in DOCUMENTS[:3]}

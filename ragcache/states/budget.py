@@ -76,8 +76,9 @@ class Budget:
         candidates = list(self._candidates())
         eviction = choose([candidate for _, candidate in candidates], size, self.clock)
         self._store.usage.advance_clock(eviction.clock)
-        ids = {candidate.key: resident.id for resident, candidate in candidates}
-        return [ids[victim.key] for victim in eviction.victims]
+        # Not by key: in another format the same chunk has other states.
+        ids = {id(candidate): resident.id for resident, candidate in candidates}
+        return [ids[id(victim)] for victim in eviction.victims]
 
     def _overrun(self, pending: int) -> int:
         """Bytes beyond the tighter of the limits; negative where there is room."""

@@ -117,6 +117,8 @@ def rewrite(writer: LockedStore, shards: Iterable[ShardInventory], report: Compa
                 move.commit()
             move.copies.finish()
             move.commit()
+        except OSError as error:
+            raise disk_error(writer.store.path, error) from error
         finally:
             move.copies.abort()
         report.rewritten += len(group)

@@ -39,6 +39,7 @@ _FIELDS = [
     *(pa.field(name, pa.string(), nullable=False) for name in ("id", "source", "title", "signature", "metadata")),
     pa.field("chunks", pa.list_(_CHUNK), nullable=False),
 ]
+_NAMES = [field.name for field in _FIELDS]
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,13 @@ class JournalFile:
         header |= {name: tuple(header[name]) for name in ("prefix", "removed")}
         return JournalHeader(**header | {"vectors": VectorsVersion(**header["vectors"])})
 
+    def signatures(self) -> dict[str, str]:
+        """Signatures of the documents that the commit put in, by id."""
+        options = pa.ipc.IpcReadOptions(included_fields=[_NAMES.index(name) for name in ("id", "signature")])
+        with pa.OSFile(str(self.path)) as source:
+            table = pa.ipc.open_file(source, options=options).read_all()
+        return dict(zip(*(table.column(name).to_pylist() for name in ("id", "signature")), strict=True))
+
     def documents(self) -> Iterator[DocumentChunks]:
         """The documents that the commit put in."""
         with pa.OSFile(str(self.path)) as source:
@@ -153,16 +161,39 @@ class Replay:
 
     Attributes:
         header: of the last commit that could be read; `None` when none could.
-        documents: by id, with their chunks.
+        signatures: of the documents, by id.
         last_vector_id: highest id that any commit had given out.
         faults: files that are missing or damaged, with one line for a person. Documents that they put in are lacking,
             and ones that they took out are there.
     """
 
     header: JournalHeader | None = None
-    documents: dict[str, DocumentChunks] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)
     last_vector_id: int = 0
     faults: list[tuple[Path, str]] = field(default_factory=list)
+    _owners: dict[str, JournalFile] = field(default_factory=dict)
+
+    def add(self, file: JournalFile) -> None:
+        """Go one commit further.
+
+        Raises:
+            ValueError, KeyError, TypeError, OSError: the file makes no sense; nothing was changed.
+        """
+        header, signatures = file.header(), file.signatures()
+        for document in header.removed:
+            self.signatures.pop(document, None)
+            self._owners.pop(document, None)
+        self.signatures |= signatures
+        self._owners |= dict.fromkeys(signatures, file)
+        self.header = header
+        self.last_vector_id = max(self.last_vector_id, header.last_vector_id)
+
+    def documents(self) -> Iterator[DocumentChunks]:
+        """The documents with their chunks, one after the other: all of them would not fit into memory."""
+        for file in dict.fromkeys(self._owners.values()):
+            for document, chunks in file.documents():
+                if self._owners.get(document.id) == file:
+                    yield document, chunks
 
 
 def replay(files: Sequence[JournalFile], up_to: int | None = None) -> Replay:
@@ -177,29 +208,23 @@ def replay(files: Sequence[JournalFile], up_to: int | None = None) -> Replay:
     intact = [file.intact for file in files]
     start = max((i for i, file in enumerate(files) if file.snapshot and intact[i]), default=0)
     expected = files[start].generation if files and files[start].snapshot else 1
+    folder = files[0].path.parent if files else Path()
     for file, whole in zip(files[start:], intact[start:], strict=True):
-        for generation in range(expected, file.generation):
-            outcome.faults.append((file.path.parent, f"the journal of commit {generation} is missing"))
+        outcome.faults += _missing(folder, range(expected, file.generation))
         expected = file.generation + 1
-        if not whole:
-            outcome.faults.append((file.path, "it is not what was written"))
-            continue
         try:
-            header, documents = file.header(), list(file.documents())
+            if not whole:
+                raise ValueError("it is not what was written")
+            outcome.add(file)
         except (ValueError, KeyError, TypeError, OSError) as error:
             outcome.faults.append((file.path, f"it cannot be read: {error}"))
-            continue
-        for document in header.removed:
-            outcome.documents.pop(document, None)
-        for record, chunks in documents:
-            outcome.documents[record.id] = (record, chunks)
-        outcome.header = header
-        outcome.last_vector_id = max(outcome.last_vector_id, header.last_vector_id)
     if up_to is not None:
-        for generation in range(expected, up_to + 1):
-            folder = files[0].path.parent if files else Path()
-            outcome.faults.append((folder, f"the journal of commit {generation} is missing"))
+        outcome.faults += _missing(folder, range(expected, up_to + 1))
     return outcome
+
+
+def _missing(folder: Path, generations: range) -> list[tuple[Path, str]]:
+    return [(folder, f"the journal of commit {generation} is missing") for generation in generations]
 
 
 def _row(document: DocumentRecord, chunks: Sequence[NewChunk]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _rebuild(path: Path, folders: Iterable[Path]) -> RebuildReport:
     outcome = replay(journal_files(path / SHARDS))
     if outcome.header is None:
         raise StoreError(f"no file of the journal in {path / SHARDS} can be read; delete the store and index again")
-    report = RebuildReport(documents=len(outcome.documents), faults=outcome.faults)
+    report = RebuildReport(documents=len(outcome.signatures), faults=outcome.faults)
     targets = ShardFolders(path / SHARDS, folders, outcome.header.store)
     shards = _find_shards({targets.own, *targets.targets}, outcome.header, report)
     new = path / f"{TEMPORARY_PREFIX}{CATALOG}"
@@ -127,7 +127,7 @@ def _fill(
             written += added.values()
             # Of several with the same key the youngest counts: it may have replaced one that was damaged.
             states |= added
-        for document, chunks in outcome.documents.values():
+        for document, chunks in outcome.documents():
             changes.add_document(connection, document, chunks, states)
             report.chunks += len(chunks)
             report.with_states += sum(chunk.key in states for chunk in chunks)

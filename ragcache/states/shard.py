@@ -254,8 +254,8 @@ def _parquet_ends(path: Path) -> tuple[pa.Schema, list[dict[str, Any]], _Ends]:
         rows: list[dict[str, Any]] = []
         ends: _Ends = []
         for index in range(file.num_row_groups):
-            # All columns, although few are wanted: where metadata of one are damaged, reading it is an error, while asking
-            # for them ends the process.
+            # All columns, although few are wanted: where metadata of one are damaged, reading it is an error, while
+            # asking for them ends the process.
             table = file.read_row_group(index)
             rows += table.select([field.name for field in _DESCRIPTION]).to_pylist()
             group = file.metadata.row_group(index)

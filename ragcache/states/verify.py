@@ -136,8 +136,7 @@ def _verify_journal(store: StateStore, report: VerifyReport) -> None:
     outcome = replay(store.journal(), up_to=store.catalog.vectors().generation)
     for path, detail in outcome.faults:
         report.add(Part.JOURNAL, path, "damaged", detail)
-    signatures = {document.id: document.signature for document, _ in outcome.documents.values()}
-    if outcome.faults or signatures != store.catalog.signatures():
+    if outcome.faults or outcome.signatures != store.catalog.signatures():
         report.journal = True
         if not outcome.faults:
             detail = "it does not lead to the documents in the catalog"

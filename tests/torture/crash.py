@@ -168,12 +168,15 @@ def main() -> int:
     parser.add_argument("--only", help="SCENARIO, or SCENARIO:POINT for a single one")
     arguments = parser.parse_args()
     only, _, point = (arguments.only or "").partition(":")
+    if only not in ("", *SCENARIOS):
+        parser.error(f"there is no scenario {only!r}; there are {', '.join(SCENARIOS)}")
     chance = random.Random(arguments.seed)
     clock = time.perf_counter()
     workshop = Workshop.load()
     workshop.warm_up(all_documents(), QUESTIONS)
-    killed = failures = 0
-    kinds: Counter[Kind] = Counter()
+    candidates: Counter[Kind] = Counter()
+    killed: Counter[Kind] = Counter()
+    failures = 0
     with tempfile.TemporaryDirectory() as folder:
         benches = {}
         for name, scenario in SCENARIOS.items():
@@ -183,16 +186,15 @@ def main() -> int:
         sizes = {name: len(bench.points) for name, bench in benches.items()}
         shares = share_out(sizes, arguments.points)
         for name, bench in benches.items():
-            there = Counter(point.kind for point in bench.points)
-            kinds += there
+            candidates.update(it.kind for it in bench.points)
             _say(f"{name}: {shares[name]} of {sizes[name]} points")
             for number in [int(point)] if point else choose(bench.points, shares[name], chance):
-                killed += 1
+                killed[bench.points[number].kind] += 1
                 if found := bench.kill_at(number):
                     failures += 1
                     _say(f"FAILED {name}:{number} ({bench.points[number]}): {'; '.join(found)}")
-    _say("candidates: " + ", ".join(f"{kinds[kind]} {kind}" for kind in Kind))
-    _say(f"{killed} points, {failures} failures, {time.perf_counter() - clock:.0f} s")
+    _say("killed at: " + ", ".join(f"{killed[kind]} of {candidates[kind]} {kind}" for kind in Kind))
+    _say(f"{killed.total()} points, {failures} failures, {time.perf_counter() - clock:.0f} s")
     return 1 if failures else 0
 
 

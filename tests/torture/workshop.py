@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 import ragcache.pipeline
 from ragcache import Document, RagCache
 from ragcache.indexer.splitting import Splitter
-from ragcache.maintenance import write_options
 from ragcache.model.gguf import convert
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import load_language_model
@@ -32,6 +31,7 @@ from ragcache.model.resolve import resolve
 from ragcache.prompt.template import PromptTemplate
 from ragcache.retriever.embedding import Embedder, Vectors
 from ragcache.settings import Settings, load_settings
+from ragcache.states.locked import LockedStore
 from tests.conftest import save_tiny_model
 
 CHILD_SECONDS = 120
@@ -116,11 +116,13 @@ class Workshop:
 def limits(shard_bytes: int, budget_bytes: int = 0) -> Iterator[None]:
     """Smaller shards and budgets than settings allow, so that little text makes many commits."""
 
-    def options(settings: Settings, *, wait: bool = False) -> Any:
-        given = write_options(settings, wait=wait)
-        return replace(given, shard_bytes=shard_bytes, budget_bytes=budget_bytes)
+    enter = LockedStore.__enter__
 
-    with mock.patch.object(ragcache.pipeline, "write_options", options):
+    def enter_with_limits(locked: LockedStore) -> LockedStore:
+        locked.options = replace(locked.options, shard_bytes=shard_bytes, budget_bytes=budget_bytes)
+        return enter(locked)
+
+    with mock.patch.object(LockedStore, "__enter__", enter_with_limits):
         yield
 
 

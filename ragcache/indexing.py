@@ -1,0 +1,137 @@
+"""From documents to a store, with the models of an opened RagCache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ragcache.generate.engine import Engine
+from ragcache.indexer.encoder import StateEncoder
+from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
+from ragcache.indexer.repair import StateRepair, readmit
+from ragcache.indexer.report import IndexReport, Progress
+from ragcache.indexer.sources import Document
+from ragcache.indexer.splitting import Splitter
+from ragcache.maintenance import OnBytes, repair_store, write_options
+from ragcache.model.language_model import LanguageModel
+from ragcache.prompt.template import PromptTemplate
+from ragcache.retriever.embedding import Embedder
+from ragcache.settings import Settings
+from ragcache.states.records import NO_VECTORS
+from ragcache.states.store import StateStore, StoreIdentity
+from ragcache.states.verify import VerifyReport
+from ragcache.states.writer import StoreWriter
+
+
+@dataclass(frozen=True)
+class Indexing:
+    """Encodes documents into a store.
+
+    Attributes:
+        settings: how documents are split, encoded and written.
+        model: encodes chunks.
+        template: chunks to token ids.
+        engine: knows the prefix that chunks are encoded after, and their format.
+        embedder: chunks to vectors.
+    """
+
+    settings: Settings
+    model: LanguageModel
+    template: PromptTemplate
+    engine: Engine
+    embedder: Embedder
+
+    def run(
+        self,
+        store: StateStore | Path,
+        documents: Iterable[Document],
+        *,
+        source: str,
+        remove_missing: bool,
+        progress: Progress,
+        wait: bool,
+    ) -> tuple[StateStore, IndexReport]:
+        """Bring documents into a store; see `RagCache.index`.
+
+        Args:
+            store: the store, or where one is to be made.
+            documents: read twice.
+            source: name the documents are recorded under.
+            remove_missing: documents of this source that are not given are removed.
+            progress: told how it goes.
+            wait: until another process that is writing is done.
+        """
+        if isinstance(documents, Iterator):
+            documents = list(documents)
+
+        def plan_with(store: StateStore | None) -> IndexPlan:
+            return plan_run(documents, source, self._settings_digest(), store, remove_missing=remove_missing)
+
+        if isinstance(store, Path):
+            planned_at, plan = NO_VECTORS, plan_with(None)
+            store = StateStore.create(store, self._identity(), self.settings, wait=wait)
+            # Another process may have made it, with another model, since this one looked.
+            self.check_identity(store)
+        else:
+            planned_at, plan = store.catalog.vectors(), plan_with(store)
+        with self._open_writer(store, wait=wait) as writer:
+            if store.catalog.vectors() != planned_at:
+                # Another process has changed it before this one held the lock.
+                plan = plan_with(store)
+            report = self._job(writer, progress).run(documents, plan)
+            report = replace(report, readmitted=readmit(self._state_repair(writer)))
+            store.write_settings(self.settings)
+        return store, report
+
+    def repair(self, store: StateStore, progress: OnBytes, *, wait: bool) -> VerifyReport:
+        """Verify a store and put right what is damaged; see `RagCache.verify`."""
+        with self._open_writer(store, wait=wait) as writer:
+            return repair_store(writer, self._state_repair(writer), lambda: self.embedder, progress)
+
+    def check_identity(self, store: StateStore) -> None:
+        """Refuse a store that was made with other models or another prompt prefix.
+
+        Raises:
+            StoreMismatchError: names what differs.
+        """
+        store.check_identity(self._identity(), (self.settings.model, self.settings.embedding_model))
+
+    def _identity(self) -> StoreIdentity:
+        return StoreIdentity(self.model.fingerprint.to_json(), self.embedder.digest, self.template.prefix)
+
+    def _settings_digest(self) -> str:
+        parts = [self.settings.chunk_tokens, self.settings.chunk_overlap, self.engine.format.to_json()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @contextmanager
+    def _open_writer(self, store: StateStore, *, wait: bool) -> Iterator[StoreWriter]:
+        """Lock a store for writing; when that fails before anything was committed to it, it is taken away again."""
+        with StoreWriter(store, self.engine.format, write_options(self.settings, wait=wait)) as writer:
+            try:
+                yield writer
+            except BaseException:
+                store.remove_if_empty()
+                raise
+
+    def _job(self, writer: StoreWriter, progress: Progress) -> IndexJob:
+        return IndexJob(
+            store=writer.store,
+            writer=writer,
+            splitter=Splitter(self.template, self.settings.chunk_tokens, self.settings.chunk_overlap),
+            encoder=self._encoder(),
+            embedder=self.embedder,
+            prefix=self.template.prefix,
+            settings_digest=self._settings_digest(),
+            batch_tokens=self.settings.batch_tokens,
+            progress=progress,
+        )
+
+    def _state_repair(self, writer: StoreWriter) -> StateRepair:
+        return StateRepair(writer, self._encoder(), self.template.prefix, self.settings.batch_tokens)
+
+    def _encoder(self) -> StateEncoder:
+        return StateEncoder(self.model, self.engine.prefix, self.engine.format)
