@@ -36,6 +36,7 @@ from ragcache.settings import load_settings
 from ragcache.states.changes import set_vectors
 from ragcache.states.journal import journal_files
 from ragcache.states.records import ChunkRecord, StoredStates
+from ragcache.states.shard import Container, read_shard
 from ragcache.states.store import StateStore
 from ragcache.states.verify import Part
 from tests.conftest import make_document
@@ -809,6 +810,14 @@ def test_damaged_shards_and_no_catalog(damaged: Callable[..., Damaged], kind: Ki
     it.cache.index(DOCUMENTS[:3])
     it.check(misses={})
     assert not it.faults()
+
+
+def test_a_damaged_footer_does_not_end_the_process(damaged: Callable[..., Damaged]) -> None:
+    """Parquet's own library ends it when asked for metadata of a column that are not in order."""
+    it = damaged(KINDS[3])
+    for place in runs(it, KINDS[3])[FOOTER][:600]:
+        with flipped(it.shard, place, 0x04), suppress(ValueError, OSError):
+            read_shard(it.shard, Container.PARQUET)
 
 
 def test_nothing_is_deleted_on_the_word_of_a_damaged_catalog(damaged: Callable[..., Damaged]) -> None:

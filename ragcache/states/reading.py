@@ -39,7 +39,8 @@ class ShardFile:
         self.path = path
         self._verify = verify
         with _as_unusable():
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not blocking: a named pipe in its place would otherwise make whoever reads it wait.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def close(self) -> None:
         """No reads after this."""

@@ -257,7 +257,13 @@ class StateStore:
         """
         for folder in (self.shard_folder, self.vector_folder):
             folder.mkdir(exist_ok=True)
-        searched = {self.path, self.shard_folder, *folders, *(path.parent for path in self.catalog.shards())}
+        searched = {
+            self.path,
+            self.shard_folder,
+            self.vector_folder,
+            *folders,
+            *(path.parent for path in self.catalog.shards()),
+        }
         unfinished = [file for folder in searched for file in unfinished_files(folder)]
         self.remove_orphans(folders)
         for leftover in (*unfinished, *_superseded(self.journal())):

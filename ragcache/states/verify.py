@@ -123,6 +123,8 @@ def _verify_shard(store: StateStore, inventory: Inventory, shard: ShardInventory
 
 def _problem_of(shard: ShardInventory) -> str | None:
     try:
+        if shard.path.exists() and not shard.path.is_file():
+            return "it is no file"
         if file_checksum(shard.path) != shard.checksum:
             return "the file is not what was written"
         read_shard(shard.path, Container(shard.path.suffix[1:]))
