@@ -1,7 +1,7 @@
 """A LlamaIndex query engine whose answers come from stored states.
 
 python examples/batch_index.py --store /tmp/harbour
-python examples/llama_index_query_engine.py --store /tmp/harbour "When was the lighthouse electrified?"
+python examples/llama_index_query_engine.py --store /tmp/harbour "How tall is the lighthouse?"
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     """Ask one question and show which tokens were not prefilled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True, help="folder of the state store")
-    parser.add_argument("question", nargs="?", default="When was the lighthouse electrified?")
+    parser.add_argument("question", nargs="?", default="How tall is the lighthouse?")
     arguments = parser.parse_args()
 
     cache = RagCache.open(arguments.store)

@@ -59,7 +59,7 @@ def main() -> None:
     """Ask the same question both ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True, help="folder of the state store")
-    parser.add_argument("question", nargs="?", default="How much is a night for a boat of 12 metres?")
+    parser.add_argument("question", nargs="?", default="How tall is the lighthouse?")
     arguments = parser.parse_args()
     query = {"question": arguments.question, "top_k": 3, "max_tokens": 64}
 

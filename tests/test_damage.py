@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import resource
 import shutil
 import sqlite3
@@ -394,6 +395,11 @@ def put_loop(path: Path) -> None:
     path.symlink_to(path)
 
 
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def put_noise(path: Path) -> None:
     path.write_bytes(np.random.default_rng(0).bytes(path.stat().st_size))
 
@@ -406,6 +412,7 @@ def put_noise(path: Path) -> None:
         (put_empty, "truncated"),
         (put_folder, "io"),
         (put_loop, "io"),
+        (put_pipe, "io"),
         (put_noise, "checksum"),
     ],
 )

@@ -449,6 +449,29 @@ class TestFolders:
             assert not store.verify().faults
             assert not ask(store).misses
 
+    def test_a_copy_of_a_store_does_not_touch_the_shards_of_the_original(
+        self, open_tiny: OpenTiny, tmp_path: Path
+    ) -> None:
+        """They have the same id. The copy answers, but only one of them writes; a moved store does."""
+        original = open_tiny(tmp_path / "original", state_folders=(tmp_path / "disk",))
+        original.index(DOCUMENTS[:2])
+        shutil.copytree(original.path, tmp_path / "copy")
+        original.index(DOCUMENTS[2:])
+        copy = open_tiny(tmp_path / "copy", state_folders=(tmp_path / "disk",))
+        assert not ask(copy).misses
+        for change in (lambda: copy.index(DOCUMENTS[:1]), lambda: copy.delete("doc-0"), copy.compact):
+            with pytest.raises(StoreError, match="is a copy"):
+                change()
+        assert not ask(original).misses
+        assert not original.verify().faults
+
+        shutil.rmtree(copy.path)
+        moved = open_tiny(original.path.rename(tmp_path / "moved"), state_folders=(tmp_path / "disk",))
+        moved.delete("doc-0")
+        moved.compact(0.0)
+        assert not ask(moved).misses
+        assert not moved.verify().faults
+
 
 class TestTheLock:
     def test_at_once_or_after_waiting(self, cache: RagCache) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ragcache.errors import StoreError
 from ragcache.states.database import Database
+from ragcache.states.folders import is_shard_name
 from ragcache.states.form import StateFormat
 from ragcache.states.records import (
     NO_VECTORS,
@@ -24,7 +25,7 @@ from ragcache.states.records import (
     unpack_ranges,
     unpack_token_ids,
 )
-from ragcache.states.schema import CATALOG_VERSION, SCHEMA, VECTORS_KEY, chunk_checksum
+from ragcache.states.schema import CATALOG_VERSION, SCHEMA, VECTORS_KEY, chunk_checksum, identity_checksum
 
 _SELECT_CHUNKS = """
 SELECT chunks.id, chunks.chunk_id, chunks.document, chunks.ordinal, documents.title, chunks.text,
@@ -53,13 +54,21 @@ class Catalog:
         self.damaged = self._database.damaged
         self.close = self._database.close
 
-    def create(self, meta: dict[str, str]) -> None:
-        """Make the tables, with the given entries in `meta`; all of it appears or nothing."""
+    def create(self, store_id: str, fingerprint: str, embedding: str, prefix: str) -> None:
+        """Make the tables, for a store made with all of this; all of it appears or nothing."""
         self._database.create()
         with self.transaction() as connection:
             for statement in SCHEMA.split(";\n"):
                 connection.execute(statement)
-            entries = {**meta, "catalog_version": str(CATALOG_VERSION), VECTORS_KEY: NO_VECTORS.to_json()}
+            entries = {
+                "catalog_version": str(CATALOG_VERSION),
+                "store_id": store_id,
+                "fingerprint": fingerprint,
+                "embedding": embedding,
+                "prefix": prefix,
+                "checksum": identity_checksum(store_id, fingerprint, embedding, prefix),
+                VECTORS_KEY: NO_VECTORS.to_json(),
+            }
             connection.executemany("INSERT INTO meta VALUES (?, ?)", entries.items())
 
     def meta(self) -> dict[str, str]:
@@ -83,6 +92,21 @@ class Catalog:
                 f"{self._database.path} was written by an older ragcache in another format; index into a new store"
             )
         return entries
+
+    def identity(self) -> tuple[str, str, str, str]:
+        """Id of the store, fingerprint, digest of the embedding model and prefix, as they were given to `create`.
+
+        Raises:
+            StoreError: they are gone, or not what was written.
+        """
+        entries = self.meta()
+        try:
+            values = (entries["store_id"], entries["fingerprint"], entries["embedding"], entries["prefix"])
+            if identity_checksum(*values) != entries["checksum"]:
+                raise ValueError("what the store was made with is not what was written")
+        except (KeyError, ValueError, TypeError) as error:
+            raise self.damaged(error) from error
+        return values
 
     def problems(self) -> list[str]:
         """What SQLite finds wrong with the file's structure, or with references between tables."""
@@ -181,8 +205,10 @@ class Catalog:
     def shard_path(self, folder: str, name: str) -> Path:
         """Where a shard lies; the store's own folder is not named, so that a store can be moved."""
         try:
+            if not is_shard_name(name):
+                raise ValueError(f"{name!r} is no name of a shard")
             return (Path(folder) if folder else self.shard_folder) / name
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise self.damaged(error) from error
 
     def documents_without_states(self, unusable_shards: Collection[str] = ()) -> set[str]:

@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ragcache.states.durable import TEMPORARY_PREFIX
+from ragcache.states.durable import TEMPORARY_PREFIX, write_durably
 from ragcache.states.shard import Container
+
+OWNER = "store.txt"
+"""Says in a folder outside of the store which store its shards belong to."""
 
 _SHARD_NAME = re.compile(r"[0-9a-f]{32}\.(" + "|".join(Container) + ")")
 
@@ -36,7 +39,9 @@ class ShardFolders:
             OSError: it cannot be made.
         """
         folder = self.targets[sequence % len(self.targets)]
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            claim(folder, self.own.parent)
         return folder
 
     def label(self, path: Path) -> str:
@@ -44,9 +49,31 @@ class ShardFolders:
         return "" if path.parent == self.own else str(path.parent)
 
 
+def claim(folder: Path, store: Path) -> None:
+    """Note which store the shards in a folder outside of it belong to.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_durably(folder / OWNER, str(store).encode())
+
+
+def owner(folder: Path) -> Path | None:
+    """The store that the shards in a folder belong to, if it says so."""
+    try:
+        return Path((folder / OWNER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file of that name can be a shard."""
+    return _SHARD_NAME.fullmatch(name) is not None
+
+
 def shard_files(folder: Path) -> Iterator[Path]:
     """Finished shards in a folder."""
-    return (path for path in _entries(folder) if _SHARD_NAME.fullmatch(path.name) and path.is_file())
+    return (path for path in _entries(folder) if is_shard_name(path.name) and path.is_file())
 
 
 def unfinished_files(folder: Path) -> Iterator[Path]:

@@ -108,14 +108,7 @@ def _fill(
     header = outcome.header
     if header is None:
         return
-    catalog.create(
-        {
-            "store_id": header.store,
-            "fingerprint": header.fingerprint,
-            "embedding": header.embedding,
-            "prefix": json.dumps(header.prefix),
-        }
-    )
+    catalog.create(header.store, header.fingerprint, header.embedding, json.dumps(header.prefix))
     with catalog.transaction() as connection:
         states: dict[str, int] = {}
         written: list[int] = []

@@ -40,6 +40,11 @@ CREATE INDEX chunks_by_states ON chunks(states);
 """
 
 
+def identity_checksum(store_id: str, fingerprint: str, embedding: str, prefix: str) -> str:
+    """xxh3 (64 bit, hexadecimal) of what a store was made with, as it stands in `meta`."""
+    return xxhash.xxh3_64_hexdigest(json.dumps([store_id, fingerprint, embedding, prefix]).encode())
+
+
 def chunk_checksum(
     vector_id: int,
     chunk_id: str,

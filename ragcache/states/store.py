@@ -30,7 +30,7 @@ from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, St
 from ragcache.settings import STORE_TOML, Settings, stored_settings
 from ragcache.states.catalog import Catalog
 from ragcache.states.durable import TEMPORARY_PREFIX, write_durably
-from ragcache.states.folders import shard_files, unfinished_files
+from ragcache.states.folders import claim, owner, shard_files, unfinished_files
 from ragcache.states.journal import JournalFile, journal_files
 from ragcache.states.records import NO_VECTORS
 from ragcache.states.usage import USAGE, Usage
@@ -138,13 +138,9 @@ class StateStore:
                         leftover.unlink()
                     store._made_settings = not (path / STORE_TOML).exists()
                     store.write_settings(settings)
-                    meta = {
-                        "store_id": uuid.uuid4().hex,
-                        "fingerprint": identity.fingerprint,
-                        "embedding": identity.embedding,
-                        "prefix": json.dumps(identity.prefix),
-                    }
-                    store.catalog.create(meta)
+                    store.catalog.create(
+                        uuid.uuid4().hex, identity.fingerprint, identity.embedding, json.dumps(identity.prefix)
+                    )
                 return store
         except OSError as error:
             raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
@@ -152,24 +148,16 @@ class StateStore:
     @property
     def id(self) -> str:
         """Tells this store's shards from those of others in the same folder."""
-        return self.catalog.meta().get("store_id", "")
+        return self.catalog.identity()[0]
 
     def identity(self) -> StoreIdentity:
         """What the store was made with.
 
         Raises:
-            StoreError: the entries are gone or make no sense.
+            StoreError: the entries are gone or not what was written.
         """
-        meta = self.catalog.meta()
-        try:
-            if not meta["store_id"].isalnum():
-                raise ValueError("the store's id is none")
-            if not isinstance(json.loads(meta["fingerprint"]), dict):
-                raise TypeError("the fingerprint is no JSON object")
-            prefix = tuple(json.loads(meta["prefix"]))
-            return StoreIdentity(meta["fingerprint"], meta["embedding"], prefix)
-        except (KeyError, TypeError, ValueError) as error:
-            raise self.catalog.damaged(repr(error)) from error
+        _, fingerprint, embedding, prefix = self.catalog.identity()
+        return StoreIdentity(fingerprint, embedding, tuple(json.loads(prefix)))
 
     def check_identity(self, other: StoreIdentity, models: tuple[str, str]) -> None:
         """Refuse to serve states to another model than the one they were made with.
@@ -254,20 +242,36 @@ class StateStore:
         """Remove what writers that died have left, and make folders again that are gone.
 
         To be called by the process that holds the lock.
+
+        Raises:
+            StoreError: shards outside of the store belong to another one.
         """
         for folder in (self.shard_folder, self.vector_folder):
             folder.mkdir(exist_ok=True)
-        searched = {
-            self.path,
-            self.shard_folder,
-            self.vector_folder,
-            *folders,
-            *(path.parent for path in self.catalog.shards()),
-        }
+        outside = {*folders, *(path.parent for path in self.catalog.shards())} - {self.shard_folder}
+        for folder in outside:
+            self._require_ownership(folder)
+        searched = {self.path, self.shard_folder, self.vector_folder, *outside}
         unfinished = [file for folder in searched for file in unfinished_files(folder)]
         self.remove_orphans(folders)
         for leftover in (*unfinished, *_superseded(self.journal())):
             leftover.unlink(missing_ok=True)
+
+    def _require_ownership(self, folder: Path) -> None:
+        """A copy of a store has the same id, and would delete what only the original knows in a folder of both.
+
+        Raises:
+            StoreError: the shards in the folder belong to another store that is still there.
+        """
+        other = owner(folder)
+        if other is None or other == self.path:
+            return
+        if StateStore.exists(other) and StateStore(other).id == self.id:
+            raise StoreError(
+                f"the shards in {folder} belong to {other}, of which {self.path} is a copy; only one of the two can be "
+                "written to: delete the other, or index into a new store"
+            )
+        claim(folder, self.path)
 
     def remove_orphans(self, folders: Iterable[Path] = ()) -> None:
         """Delete what the catalog does not know. To be called by the process that holds the lock.
