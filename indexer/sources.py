@@ -76,6 +76,24 @@ def open_source(location: str) -> Source:
     )
 
 
+MOST_NESTING = 50
+"""Levels of lists and objects in metadata; Python's own limit depends on who calls."""
+
+
+def _depth(value: object) -> int:
+    """Levels of lists and objects, counted no further than to one more than allowed."""
+    level, depth = [value], 0
+    while level and depth <= MOST_NESTING:
+        nested = [it for it in level if isinstance(it, dict | list | tuple)]
+        level = [
+            it for container in nested for it in (container.values() if isinstance(container, dict) else container)
+        ]
+        depth += bool(nested)
+        if not nested:
+            break
+    return depth
+
+
 def checked(documents: Iterable[Document], source: str) -> Iterator[Document]:
     """The documents as they come, refused where no sense can be made of them.
 
@@ -84,7 +102,8 @@ def checked(documents: Iterable[Document], source: str) -> Iterator[Document]:
         source: name of the source, for messages.
 
     Raises:
-        SourceError: an id is empty or comes twice, a text is no text or no Unicode, or there are no documents at all.
+        SourceError: an id is empty or comes twice, a text is no text or no Unicode, metadata are no JSON object, or
+            there are no documents at all.
     """
     seen: set[str] = set()
     for document in documents:
@@ -93,6 +112,13 @@ def checked(documents: Iterable[Document], source: str) -> Iterator[Document]:
         for name in ("id", "text", "title"):
             if not isinstance(getattr(document, name), str):
                 raise SourceError(f"{source}: {name!r} of document {document.id!r} must be text")
+        metadata = document.metadata
+        if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
+            raise SourceError(f"{source}: metadata of document {document.id!r} must be an object whose keys are texts")
+        if _depth(metadata) > MOST_NESTING:
+            raise SourceError(
+                f"{source}: metadata of document {document.id!r} are nested more than {MOST_NESTING} deep; flatten them"
+            )
         if not document.id:
             raise SourceError(f"{source}: a document has an empty id; give each one a unique id")
         if document.id in seen:

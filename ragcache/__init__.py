@@ -1,4 +1,4 @@
-"""RAG without prefilling the documents: KV caches rebuilt from stored hidden states."""
+"""RAG without prefilling the documents: KV caches rebuilt from stored states."""
 
 from __future__ import annotations
 

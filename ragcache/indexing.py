@@ -21,6 +21,7 @@ from ragcache.model.language_model import LanguageModel
 from ragcache.prompt.template import PromptTemplate
 from ragcache.retriever.embedding import Embedder
 from ragcache.settings import Settings
+from ragcache.states.compact import enforce_limits
 from ragcache.states.records import NO_VECTORS
 from ragcache.states.store import StateStore, StoreIdentity
 from ragcache.states.verify import VerifyReport
@@ -79,11 +80,13 @@ class Indexing:
         else:
             planned_at, plan = store.catalog.vectors(), plan_with(store)
         with self._open_writer(store, wait=wait) as writer:
-            if store.catalog.vectors() != planned_at:
-                # Another process has changed it before this one held the lock.
+            if store.catalog.vectors() != planned_at or writer.moved_shards:
+                # Another process has changed it before this one held the lock, or states are not lost but elsewhere.
                 plan = plan_with(store)
             report = self._job(writer, progress).run(documents, plan)
-            report = replace(report, readmitted=readmit(self._state_repair(writer)))
+            evicted = enforce_limits(writer).evicted
+            readmitted = readmit(self._state_repair(writer))
+            report = replace(report, without_states=report.without_states + evicted, readmitted=readmitted)
             store.write_settings(self.settings)
         return store, report
 

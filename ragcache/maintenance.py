@@ -11,6 +11,7 @@ from typing import Any
 from ragcache.errors import DocumentNotFoundError, StoreError, VectorsError
 from ragcache.indexer import upkeep
 from ragcache.indexer.repair import StateRepair
+from ragcache.prompt.validity import is_unicode
 from ragcache.retriever.vectors import VectorIndex
 from ragcache.settings import Settings
 from ragcache.states import changes
@@ -70,6 +71,8 @@ def delete_documents(
         StoreError: the store cannot be written to.
     """
     ids = [document_ids] if isinstance(document_ids, str) else list(document_ids)
+    if broken := [i for i in ids if not is_unicode(i)]:
+        raise DocumentNotFoundError(f"no document {broken[0]!r} in {store.path}; nothing was removed")
     with StoreWriter(store, _NOTHING_PUT, options) as writer:
         known = {document.id for document in store.catalog.documents(ids)}
         if unknown := [i for i in ids if i not in known]:

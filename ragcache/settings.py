@@ -101,7 +101,7 @@ class Settings(BaseSettings, QueryOptions):
     @classmethod
     def _absolute(cls, folders: tuple[Path, ...]) -> tuple[Path, ...]:
         # They are remembered, and the next process may run in another folder.
-        return tuple(folder.absolute() for folder in folders)
+        return tuple(folder.resolve() for folder in folders)
 
 
 STORED_SETTINGS = (
@@ -127,6 +127,18 @@ def stored_settings(settings: Settings) -> dict[str, Any]:
     return {name: values[name] for name in STORED_SETTINGS}
 
 
+NOT_FROM_STORES = ("trust_remote_code", "cache_folder", "device")
+"""Settings that `store.toml` cannot make: a store from somewhere else must not decide what code runs here."""
+
+
+class StoreTomlSource(TomlConfigSettingsSource):
+    """Settings from a store's `store.toml`."""
+
+    def __call__(self) -> dict[str, Any]:
+        """What the file says, less what it may not decide."""
+        return {name: value for name, value in super().__call__().items() if name not in NOT_FROM_STORES}
+
+
 def load_settings(store: Path | None = None, **arguments: Any) -> Settings:
     """Gather settings for a store.
 
@@ -149,7 +161,7 @@ def load_settings(store: Path | None = None, **arguments: Any) -> Settings:
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=toml_file))
+            return (init_settings, env_settings, StoreTomlSource(settings_cls, toml_file=toml_file))
 
     if unknown := sorted(set(arguments) - set(Settings.model_fields)):
         raise SettingsError(f"unknown setting {unknown[0]!r}; known: {', '.join(Settings.model_fields)}")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ragcache.errors import StoreError, VectorsError
 from ragcache.states.durable import write_durably
+from ragcache.states.folders import vector_files
 from ragcache.states.records import NO_VECTORS, VectorsVersion
 
 Vectors = NDArray[np.float32]
@@ -103,8 +104,8 @@ class VectorIndex:
 
 def remove_other_generations(folder: Path, keep: int) -> None:
     """Delete index files that are no longer, or were never, visible, and what a killed writer left."""
-    for path in folder.iterdir():
-        if path != _file(folder, keep) and path.is_file():
+    for path in vector_files(folder):
+        if path != _file(folder, keep):
             path.unlink(missing_ok=True)
 
 

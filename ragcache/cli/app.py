@@ -17,7 +17,7 @@ def _show_version(wanted: bool) -> None:
 
 
 app = typer.Typer(
-    help="RAG without prefilling the documents: KV caches rebuilt from stored hidden states.",
+    help="RAG without prefilling the documents: KV caches rebuilt from stored states.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

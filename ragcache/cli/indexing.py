@@ -21,7 +21,7 @@ from ragcache.cli.app import (
     to_stderr,
 )
 from ragcache.settings import load_settings
-from ragcache.states.store import StateStore
+from ragcache.states.store import StateStore, hold_lock
 
 
 @app.command()
@@ -66,7 +66,9 @@ def index(
         "trust_remote_code": trust_remote_code,
     }
     # All that can be wrong with arguments and documents shows before models are loaded.
-    StateStore.exists(store)
+    if StateStore.exists(store) and not wait:
+        with hold_lock(store):
+            pass
     load_settings(store, **settings)
     opened = open_source(source)
     for _ in checked(opened, opened.name):

@@ -82,7 +82,7 @@ def delete(
         raise SettingsError("nothing to delete; give ids of documents, --where KEY=VALUE or --model FINGERPRINT")
     metadata = dict(_metadata(it) for it in where or [])
     removed = delete_documents(opened, document or [], metadata, options, _embedder(settings))
-    say(f"{len(removed)} documents removed; ragcache compact gives back the space of their states")
+    say(f"{len(removed)} removed; ragcache compact gives back the space of their states")
 
 
 @app.command()
@@ -166,6 +166,11 @@ def rebuild(
     settings = load_settings(store, state_folders=tuple(state_folder) if state_folder else None)
     report, embedded = rebuild_store(store, settings, _embedder(settings), wait=wait)
     say(f"{report.documents} documents, {report.chunks} chunks, {report.with_states} of them with states")
+    if report.with_states < report.chunks:
+        remark(
+            f"{report.chunks - report.with_states} chunks have no states: given up, or their shards are elsewhere "
+            "(--state-folder)"
+        )
     if embedded:
         remark(f"the vector index was missing or damaged: {embedded} chunks were embedded again")
     for path, detail in report.faults:

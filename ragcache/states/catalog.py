@@ -14,7 +14,7 @@ from typing import Any
 
 from ragcache.errors import StoreError
 from ragcache.states.database import Database
-from ragcache.states.folders import is_shard_name
+from ragcache.states.folders import is_shard_name, is_store_id
 from ragcache.states.form import StateFormat
 from ragcache.states.records import (
     NO_VECTORS,
@@ -102,7 +102,7 @@ class Catalog:
         entries = self.meta()
         try:
             values = (entries["store_id"], entries["fingerprint"], entries["embedding"], entries["prefix"])
-            if identity_checksum(*values) != entries["checksum"]:
+            if identity_checksum(*values) != entries["checksum"] or not is_store_id(values[0]):
                 raise ValueError("what the store was made with is not what was written")
         except (KeyError, ValueError, TypeError) as error:
             raise self.damaged(error) from error
@@ -205,8 +205,9 @@ class Catalog:
     def shard_path(self, folder: str, name: str) -> Path:
         """Where a shard lies; the store's own folder is not named, so that a store can be moved."""
         try:
-            if not is_shard_name(name):
-                raise ValueError(f"{name!r} is no name of a shard")
+            # What is named here may be deleted one day, so it can only be a shard in a folder of shards.
+            if not is_shard_name(name) or (folder and not is_store_id(Path(folder).name)):
+                raise ValueError(f"{folder}/{name} is no place of a shard")
             return (Path(folder) if folder else self.shard_folder) / name
         except (TypeError, ValueError) as error:
             raise self.damaged(error) from error

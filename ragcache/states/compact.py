@@ -18,7 +18,7 @@ from ragcache.states.inventory import Inventory, ShardInventory
 from ragcache.states.journal import write_journal
 from ragcache.states.key import state_key
 from ragcache.states.locked import LockedStore, disk_error
-from ragcache.states.miss import Miss, UnusableStatesError
+from ragcache.states.miss import Miss, MissReason, UnusableStatesError
 from ragcache.states.reading import read_states
 from ragcache.states.records import ChunkRecord, DocumentChunks, NewChunk
 from ragcache.states.rolling import RollingShards
@@ -36,7 +36,8 @@ class CompactReport:
         rewritten: shards copied.
         freed_bytes: by which the shards got smaller.
         evicted: states given up because a limit was exceeded.
-        damaged: states that could not be copied; their chunks have none now, and the next indexing run encodes them.
+        damaged: states that could not be copied. Those that cannot be read at all stay as they are; the chunks of
+            others have none now, and the next indexing run encodes them.
     """
 
     rewritten: int = 0
@@ -152,7 +153,9 @@ class _Move:
                     layers = read_states(states, chunk.token_ids)
                 except UnusableStatesError as fault:
                     self.report.damaged.append(Miss(chunk.chunk_id, fault.reason, fault.detail))
-                    self._lost.append(it.id)
+                    # A disk may only be away; what lies on it is not given up for that.
+                    if fault.reason not in (MissReason.MISSING, MissReason.IO):
+                        self._lost.append(it.id)
                     continue
                 self.copies.add(entry_for(chunk, states.key, layers, it.cost))
             self._copied.setdefault(states.key, []).append(it.id)

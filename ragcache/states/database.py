@@ -67,8 +67,11 @@ class Database:
         """
         with self._named_faults():
             connection = self._connection(write=True).sqlite
-            connection.execute("BEGIN IMMEDIATE")
+            # An interrupt can come at any place, also between two lines.
             try:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                connection.execute("BEGIN IMMEDIATE")
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:

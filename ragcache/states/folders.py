@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ragcache.states.durable import TEMPORARY_PREFIX, write_durably
+from ragcache.states.journal import JOURNAL_NAME
 from ragcache.states.shard import Container
 
 OWNER = "store.txt"
 """Says in a folder outside of the store which store its shards belong to."""
 
+_VECTORS_NAME = re.compile(rf"({re.escape(TEMPORARY_PREFIX)})?vectors-\d{{8,}}\.faiss")
 _SHARD_NAME = re.compile(r"[0-9a-f]{32}\.(" + "|".join(Container) + ")")
 
 
@@ -30,7 +32,8 @@ class ShardFolders:
             store_id: of the store.
         """
         self.own = own
-        self.targets = [path.absolute() / store_id for path in others] or [own]
+        # Resolved: the same folder under another spelling must not look like another one.
+        self.targets = [path.resolve() / store_id for path in others] or [own]
 
     def of(self, sequence: int) -> Path:
         """The folder for the shard of a number; it is made if need be.
@@ -66,9 +69,26 @@ def owner(folder: Path) -> Path | None:
         return None
 
 
+def is_store_id(text: str) -> bool:
+    """Whether a text can be the id of a store, and so the name of a folder of its shards."""
+    return re.fullmatch(r"[0-9a-f]{32}", text) is not None
+
+
 def is_shard_name(name: str) -> bool:
     """Whether a file of that name can be a shard."""
     return _SHARD_NAME.fullmatch(name) is not None
+
+
+def vector_files(folder: Path) -> Iterator[Path]:
+    """Files of the vector index, of all generations, finished or not."""
+    return (path for path in _entries(folder) if _VECTORS_NAME.fullmatch(path.name) and path.is_file())
+
+
+def foreign_names(folder: Path) -> list[str]:
+    """Names in a store's folder of shards or of vectors that ragcache has not made."""
+    ours = (_SHARD_NAME, _VECTORS_NAME, JOURNAL_NAME)
+    names = [path.name for path in _entries(folder) if not path.name.startswith(TEMPORARY_PREFIX)]
+    return [name for name in names if not any(pattern.fullmatch(name) for pattern in ours)]
 
 
 def shard_files(folder: Path) -> Iterator[Path]:

@@ -65,6 +65,7 @@ class ResidentStates:
         bytes: that they take.
         cost: what computing them again would take, in FLOPs.
         clock: the ageing clock of eviction when they were stored.
+        shard: the file that they are in.
     """
 
     id: int
@@ -72,6 +73,7 @@ class ResidentStates:
     bytes: int
     cost: float
     clock: float
+    shard: Path
 
 
 class Inventory:
@@ -118,8 +120,13 @@ class Inventory:
 
     def residents(self) -> list[ResidentStates]:
         """All stored states, oldest first."""
+        rows = self._rows(
+            "SELECT states.id, key, states.bytes, cost, clock, folder, name FROM states"
+            " JOIN shards ON shards.id = states.shard ORDER BY states.id"
+        )
         return [
-            ResidentStates(*row) for row in self._rows("SELECT id, key, bytes, cost, clock FROM states ORDER BY id")
+            ResidentStates(states, key, size, cost, clock, self._catalog.shard_path(folder, name))
+            for states, key, size, cost, clock, folder, name in rows
         ]
 
     def evicted(self) -> Iterator[ChunkRecord]:

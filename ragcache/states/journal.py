@@ -22,7 +22,7 @@ from ragcache.states.records import DocumentChunks, DocumentRecord, NewChunk, Ve
 
 JOURNAL_VERSION = 1
 SCHEMA_KEY = b"ragcache.journal"
-_NAME = re.compile(r"(journal|snapshot)-(\d{8,})-([0-9a-f]{16})\.arrow")
+JOURNAL_NAME = re.compile(r"(journal|snapshot)-(\d{8,})-([0-9a-f]{16})\.arrow")
 _BATCH = 256
 
 _CHUNK = pa.struct(
@@ -54,6 +54,7 @@ class JournalHeader:
         vectors: the vector index that belongs to the documents visible after this commit.
         last_vector_id: highest id ever given to a chunk.
         removed: ids of documents taken out.
+        folders: outside of the store that hold shards of it.
     """
 
     store: str
@@ -63,6 +64,7 @@ class JournalHeader:
     vectors: VectorsVersion
     last_vector_id: int
     removed: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class JournalFile:
             header = json.loads(pa.ipc.open_file(source).schema.metadata[SCHEMA_KEY])
         if header.pop("version") != JOURNAL_VERSION:
             raise ValueError(f"{self.path} is of another journal version than {JOURNAL_VERSION}")
-        header |= {name: tuple(header[name]) for name in ("prefix", "removed")}
+        header |= {name: tuple(header[name]) for name in ("prefix", "removed", "folders")}
         return JournalHeader(**header | {"vectors": VectorsVersion(**header["vectors"])})
 
     def signatures(self) -> dict[str, str]:
@@ -125,7 +127,7 @@ def journal_files(folder: Path) -> list[JournalFile]:
     """All journal files of a folder, oldest commit first; of one generation a snapshot comes last."""
     found = []
     for path in folder.iterdir():
-        if (match := _NAME.fullmatch(path.name)) and path.is_file():
+        if (match := JOURNAL_NAME.fullmatch(path.name)) and path.is_file():
             found.append(JournalFile(path, int(match[2]), match[1] == "snapshot", match[3]))
     return sorted(found, key=lambda file: (file.generation, file.snapshot))
 

@@ -66,6 +66,7 @@ class LockedStore:
             self.folders = ShardFolders(self.store.shard_folder, self.options.folders, self.store.id)
             # The lock is ours, so whatever is unfinished or unknown was left by a writer that died.
             self.store.clean(self.folders.targets)
+            self.moved_shards = self._follow_moved_shards()
             self.budget = Budget(self.store, self.options.budget_bytes, self.options.free_bytes, self.folders.targets)
             self._sequence = itertools.count(self.store.catalog.last_shard_id() + 1)
             self.last_vector_id = self.store.catalog.last_vector_id()
@@ -117,6 +118,7 @@ class LockedStore:
             vectors=vectors,
             last_vector_id=self.last_vector_id,
             removed=tuple(removed),
+            folders=tuple(sorted(self._folders_outside())),
         )
 
     @contextmanager
@@ -138,6 +140,27 @@ class LockedStore:
         for folder, name in dead:
             with suppress(OSError):
                 self.store.catalog.shard_path(folder, name).unlink()
+
+    def _folders_outside(self) -> set[str]:
+        """Folders outside of the store that hold shards of it, committed or about to be."""
+        known = {self.folders.label(path) for path in self.store.catalog.shards()} - {""}
+        return known | {
+            str(folder) for folder in self.folders.targets if folder != self.folders.own and folder.is_dir()
+        }
+
+    def _follow_moved_shards(self) -> bool:
+        """Note where shards are now whose folder was moved; whether there are any."""
+        moved = [
+            (self.folders.label(target / path.name), path.name)
+            for path, size in self.store.catalog.shards().items()
+            if not path.exists()
+            for target in dict.fromkeys((self.folders.own, *self.folders.targets))
+            if (target / path.name).is_file() and (target / path.name).stat().st_size == size
+        ]
+        if moved:
+            with self.store.catalog.transaction() as connection:
+                connection.executemany("UPDATE shards SET folder = ? WHERE name = ?", moved)
+        return bool(moved)
 
 
 def disk_error(path: Path, error: OSError) -> StoreError:

@@ -61,17 +61,17 @@ class ShardFile:
         wanted = states.ranges[column]
         if wanted.length != target.nbytes:
             raise UnusableStatesError(
-                MissReason.CODEC, f"column {column} has {wanted.length} bytes, not {target.nbytes}"
+                MissReason.CODEC, f"{_column(column)} has {wanted.length} bytes, not {target.nbytes}"
             )
         with _as_unusable():
             done = self._fill(wanted, target)
         if done != wanted.length:
             raise UnusableStatesError(
-                MissReason.TRUNCATED, f"{self.path.name} ends before column {column} of the chunk does"
+                MissReason.TRUNCATED, f"{self.path.name} ends before {_column(column)} of the chunk"
             )
         if self._verify and xxhash.xxh3_64_intdigest(target.data) != wanted.checksum:
             raise UnusableStatesError(
-                MissReason.CHECKSUM, f"{self.path.name} is damaged in column {column} of the chunk"
+                MissReason.CHECKSUM, f"{self.path.name} is damaged in {_column(column)} of the chunk"
             )
 
     def _fill(self, wanted: ByteRange, target: Bytes) -> int:
@@ -83,6 +83,11 @@ class ShardFile:
                 break
             done += count
         return done
+
+
+def _column(column: int) -> str:
+    """What a byte range holds, by its index."""
+    return "the token ids" if column == 0 else f"stored layer {column}"
 
 
 def read_states(states: StoredStates, token_ids: tuple[int, ...]) -> dict[int, Tensor]:

@@ -13,7 +13,7 @@ from ragcache.errors import StoreError, StoreNotFoundError
 from ragcache.states import changes
 from ragcache.states.catalog import Catalog
 from ragcache.states.durable import TEMPORARY_PREFIX, file_checksum, sync_folder
-from ragcache.states.folders import ShardFolders, shard_files
+from ragcache.states.folders import ShardFolders, is_store_id, shard_files
 from ragcache.states.journal import JournalHeader, Replay, journal_files, replay
 from ragcache.states.records import NewShard
 from ragcache.states.shard import Container, read_shard
@@ -68,8 +68,18 @@ def _rebuild(path: Path, folders: Iterable[Path]) -> RebuildReport:
     if outcome.header is None:
         raise StoreError(f"no file of the journal in {path / SHARDS} can be read; delete the store and index again")
     report = RebuildReport(documents=len(outcome.signatures), faults=outcome.faults)
+    if not is_store_id(outcome.header.store):
+        raise StoreError(f"the journal in {path / SHARDS} names no store; delete the store and index again")
+    folders = list(folders)
     targets = ShardFolders(path / SHARDS, folders, outcome.header.store)
-    shards = _find_shards({targets.own, *targets.targets}, outcome.header, report)
+    searched = {targets.own, *targets.targets, *(Path(folder) for folder in outcome.header.folders)}
+    away = sorted(folder for folder in searched if not folder.is_dir() and str(folder) in outcome.header.folders)
+    if away and not folders:
+        raise StoreError(
+            f"{away[0]} holds shards of {path} and is not there; mount its disk, or say where shards are now "
+            "(--state-folder)"
+        )
+    shards = _find_shards(searched, outcome.header, report)
     new = path / f"{TEMPORARY_PREFIX}{CATALOG}"
     for leftover in path.glob(f"{new.name}*"):
         leftover.unlink()
@@ -83,6 +93,8 @@ def _find_shards(folders: set[Path], header: JournalHeader, report: RebuildRepor
     """All shards of this store that can be used, oldest first."""
     found: list[NewShard] = []
     for file in (file for folder in sorted(folders) for file in shard_files(folder)):
+        if any(shard.path.name == file.name for shard in found):
+            continue
         try:
             content = read_shard(file, Container(file.suffix[1:]))
             if content.header["store"] != header.store:
@@ -98,7 +110,10 @@ def _find_shards(folders: set[Path], header: JournalHeader, report: RebuildRepor
             )
             found.append(shard)
         except (ValueError, KeyError, TypeError, OSError) as error:
-            report.faults.append((file, str(error)))
+            # Nothing that cannot be read today is deleted as unknown tomorrow.
+            kept = file.with_name(f"{file.name}.unusable")
+            file.replace(kept)
+            report.faults.append((kept, str(error)))
     return sorted(found, key=lambda shard: shard.sequence)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tomllib
 import uuid
 from collections.abc import Iterable, Iterator
@@ -30,7 +29,7 @@ from ragcache.errors import StoreError, StoreLockedError, StoreMismatchError, St
 from ragcache.settings import STORE_TOML, Settings, stored_settings
 from ragcache.states.catalog import Catalog
 from ragcache.states.durable import TEMPORARY_PREFIX, write_durably
-from ragcache.states.folders import claim, owner, shard_files, unfinished_files
+from ragcache.states.folders import claim, foreign_names, owner, shard_files, unfinished_files, vector_files
 from ragcache.states.journal import JournalFile, journal_files
 from ragcache.states.records import NO_VECTORS
 from ragcache.states.usage import USAGE, Usage
@@ -90,12 +89,15 @@ class StateStore:
         # What a creation that was killed leaves behind may be written over, a user's own files not.
         ours = (CATALOG, REPLACED, USAGE, TEMPORARY_PREFIX)
         names = {entry.name for entry in path.iterdir() if not entry.name.startswith(ours)}
-        if foreign := sorted(names - {STORE_TOML, SHARDS, VECTORS, LOCK}):
+        foreign = sorted(names - {STORE_TOML, SHARDS, VECTORS, LOCK})
+        for folder in (path / SHARDS, path / VECTORS):
+            foreign += [f"{folder.name}/{name}" for name in foreign_names(folder)]
+        if foreign and not _remains(path):
             raise StoreError(
                 f"{path} is not a ragcache store and holds other files ({foreign[0]}); give a new or empty folder"
             )
         # The catalog is made before the first shard, so shards without one are the remains of a store.
-        if any(shard_files(path / SHARDS)) or ((path / SHARDS).is_dir() and journal_files(path / SHARDS)):
+        if _remains(path):
             raise StoreError(
                 f"{path / CATALOG} is gone or empty, yet there are states; make it anew with: "
                 f"ragcache rebuild --store {path}"
@@ -212,8 +214,13 @@ class StateStore:
         """Delete a store that nothing was committed to. To be called by the process that holds its lock."""
         if self.catalog.vectors() != NO_VECTORS or self.catalog.signatures() or self.catalog.shards():
             return
-        for name in (SHARDS, VECTORS):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        for orphan in self.orphans():
+            orphan.unlink(missing_ok=True)
+        for file in (*unfinished_files(self.shard_folder), *vector_files(self.vector_folder)):
+            file.unlink(missing_ok=True)
+        for folder in (self.shard_folder, self.vector_folder):
+            with suppress(OSError):
+                folder.rmdir()
         for file in (*self.path.glob(f"{CATALOG}*"), *self.path.glob(f"{USAGE}*"), self.path / LOCK):
             file.unlink(missing_ok=True)
         if self._made_settings:
@@ -230,7 +237,9 @@ class StateStore:
         """
         shards = self.catalog.shards()
         searched = {self.shard_folder, *folders, *(path.parent for path in shards)}
-        files = [file for folder in sorted(searched) for file in shard_files(folder) if file not in shards]
+        # By name: a shard that the catalog knows is none, wherever it lies.
+        known = {path.name for path in shards}
+        files = [file for folder in sorted(searched) for file in shard_files(folder) if file.name not in known]
         generation = self.catalog.vectors().generation
         return files + [it.path for it in self.journal() if it.generation > generation]
 
@@ -288,6 +297,11 @@ class StateStore:
     def broken_shards(self) -> list[str]:
         """Names of shards in the catalog whose file is gone or of another size than was written."""
         return [path.name for path, size in self.catalog.shards().items() if _size(path) != size]
+
+
+def _remains(path: Path) -> bool:
+    """Whether there are states at a path."""
+    return any(shard_files(path / SHARDS)) or ((path / SHARDS).is_dir() and bool(journal_files(path / SHARDS)))
 
 
 def _superseded(journal: list[JournalFile]) -> list[Path]:

@@ -86,11 +86,12 @@ def verify(store: StateStore, on_progress: Callable[[int, int], None] = lambda d
         pass  # Each row is checked as it is read.
     inventory = Inventory(store.catalog)
     shards = inventory.shards()
-    total = sum(shard.bytes for shard in shards)
+    total, done = sum(shard.bytes for shard in shards), 0
     for shard in shards:
         _verify_shard(store, inventory, shard, report)
-        report.bytes += shard.bytes
-        on_progress(report.bytes, total)
+        done += shard.bytes
+        report.bytes += shard.bytes if shard.path.is_file() else 0
+        on_progress(done, total)
     _verify_journal(store, report)
     for orphan in store.orphans():
         report.add(Part.ORPHAN, orphan, "orphan", "no catalog entry; the next writer removes it")

@@ -36,9 +36,13 @@ class StoreWriter(LockedStore):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        # What is in these must not count as stored, or it would never be encoded again.
-        self._unusable_shards = frozenset(self.store.broken_shards())
-        self._shards = self.new_shards(self.format)
+        try:
+            # What is in these must not count as stored, or it would never be encoded again.
+            self._unusable_shards = frozenset(self.store.broken_shards())
+            self._shards = self.new_shards(self.format)
+        except BaseException:
+            self._lock.close()
+            raise
         return self
 
     def __exit__(

@@ -80,7 +80,7 @@ def test_generations(tmp_path: Path) -> None:
     second = index.save(tmp_path, 2)
     assert len(VectorIndex.load(tmp_path, first)) == 2
     assert VectorIndex.load(tmp_path, second).search(vectors[[2]], 1)[0][0] == 7
-    (tmp_path / ".writing-x.faiss").touch()
+    (tmp_path / ".writing-vectors-00000009.faiss").touch()
     remove_other_generations(tmp_path, 2)
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(VectorsError, match="cannot be read"):
