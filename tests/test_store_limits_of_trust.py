@@ -143,6 +143,97 @@ class TestFoldersOfShards:
         }
 
 
+class TestOwners:
+    """Of several paths to a store, and several stores of one id, in folders of shards."""
+
+    @pytest.fixture
+    def disk(self, tmp_path: Path) -> Path:
+        return tmp_path / "disk"
+
+    @pytest.fixture
+    def cache(self, open_tiny: OpenTiny, disk: Path) -> RagCache:
+        cache = open_tiny(state_folders=(disk,))
+        cache.index(DOCUMENTS)
+        return cache
+
+    @staticmethod
+    def spelled(store: Path, spelling: str) -> Path:
+        if spelling == "dots":
+            return store / "shards" / ".."
+        link = store.parent / "link"
+        link.symlink_to(store if spelling == "link" else store.parent)
+        return link if spelling == "link" else link / store.name
+
+    @pytest.mark.parametrize("spelling", ["dots", "link", "link to its parent"])
+    def test_a_store_under_another_spelling_is_no_copy(
+        self, cache: RagCache, open_tiny: OpenTiny, disk: Path, spelling: str
+    ) -> None:
+        again = open_tiny(self.spelled(cache.path, spelling), state_folders=(disk,))
+        again.index([*DOCUMENTS, make_document(3)])
+        again.delete("doc-0")
+        again.compact(0.0)
+        cache.delete("doc-1")
+        assert not misses(cache)
+        assert not again.verify().faults
+
+    @pytest.mark.parametrize("spelling", ["dots", "link"])
+    def test_what_another_spelling_has_made(
+        self, open_tiny: OpenTiny, tmp_path: Path, disk: Path, spelling: str
+    ) -> None:
+        """Also when the link has gone since: the folder then belongs to the store it led to, not to a copy."""
+        store = tmp_path / "store"
+        (store / "shards").mkdir(parents=True)
+        other = self.spelled(store, spelling)
+        open_tiny(other, state_folders=(disk,)).index(DOCUMENTS)
+        if spelling == "link":
+            other.unlink()
+        shutil.copytree(store, tmp_path / "copy")
+        original, copy = (open_tiny(path, state_folders=(disk,)) for path in (store, tmp_path / "copy"))
+        for action in (lambda: copy.delete("doc-0"), lambda: copy.index(DOCUMENTS[:1])):
+            with pytest.raises(StoreError, match="is a copy"):
+                action()
+        original.delete("doc-0")
+        assert not misses(original)
+
+    def test_a_link_that_older_versions_have_noted_is_followed_while_it_is_there(
+        self, cache: RagCache, open_tiny: OpenTiny, disk: Path
+    ) -> None:
+        link = self.spelled(cache.path, "link")
+        (disk / cache.store.id / "store.txt").write_text(str(link))
+        cache.delete("doc-0")
+        link.unlink()
+        shutil.copytree(cache.path, cache.path.parent / "copy")
+        with pytest.raises(StoreError, match="is a copy"):
+            open_tiny(cache.path.parent / "copy", state_folders=(disk,)).delete("doc-1")
+
+    @pytest.mark.parametrize("what", ["nothing", "file", "folder", "folder of a file", "another store"])
+    def test_whatever_is_where_the_store_was(self, cache: RagCache, open_tiny: OpenTiny, disk: Path, what: str) -> None:
+        """The store was moved, and goes on."""
+        before = cache.path
+        moved = open_tiny(before.rename(before.parent / "moved"), state_folders=(disk,))
+        if what == "file":
+            before.touch()
+        elif what == "folder":
+            before.mkdir()
+            (before / "mine.txt").touch()
+        elif what == "folder of a file":
+            (disk / moved.store.id / "store.txt").write_text(str(moved.path / "store.toml" / "x"))
+        elif what == "another store":
+            open_tiny(before).index(DOCUMENTS[:1])
+        moved.delete("doc-0")
+        moved.compact(0.0)
+        assert not misses(moved)
+        assert not moved.verify().faults
+
+    def test_an_original_without_its_catalog_is_not_gone(
+        self, cache: RagCache, open_tiny: OpenTiny, disk: Path
+    ) -> None:
+        shutil.copytree(cache.path, cache.path.parent / "copy")
+        without_catalog(cache)
+        with pytest.raises(StoreError, match="rebuild"):
+            open_tiny(cache.path.parent / "copy", state_folders=(disk,)).delete("doc-0")
+
+
 class TestFilesOfOthers:
     @pytest.mark.parametrize("place", ["shards/mine.parquet", "vectors/mine.npy"])
     def test_a_folder_with_other_files_is_no_new_store(self, open_tiny: OpenTiny, tmp_path: Path, place: str) -> None:
@@ -188,14 +279,16 @@ class TestFilesOfOthers:
                 action()
         assert all(path.exists() for path in mine)
 
-    def test_a_store_cannot_make_its_models_code_run(self, tmp_path: Path) -> None:
-        (tmp_path / "store.toml").write_text(
-            'trust_remote_code = true\ncache_folder = "/elsewhere"\ndevice = "cuda:7"\ntop_k = 9\n'
-        )
+    def test_a_store_cannot_make_its_models_code_run(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "store.toml").write_text('trust_remote_code = true\ncache_folder = "/elsewhere"\ntop_k = 9\n')
         settings = load_settings(tmp_path)
-        assert (settings.trust_remote_code, settings.device, settings.top_k) == (False, "auto", 9)
+        assert (settings.trust_remote_code, settings.top_k) == (False, 9)
         assert settings.cache_folder != Path("/elsewhere")
         assert load_settings(tmp_path, trust_remote_code=True).trust_remote_code
+        warned = [record.getMessage() for record in caplog.records]
+        assert [text.split(" is ignored")[0] for text in warned] == [
+            f"{name} in {tmp_path / 'store.toml'}" for name in ("trust_remote_code", "cache_folder")
+        ]
 
 
 class TestDocuments:

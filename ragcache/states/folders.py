@@ -53,12 +53,12 @@ class ShardFolders:
 
 
 def claim(folder: Path, store: Path) -> None:
-    """Note which store the shards in a folder outside of it belong to.
+    """Note which store the shards in a folder outside of it belong to, by its path without symbolic links.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_durably(folder / OWNER, str(store).encode())
+    write_durably(folder / OWNER, str(store.resolve()).encode())
 
 
 def owner(folder: Path) -> Path | None:

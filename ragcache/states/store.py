@@ -273,9 +273,16 @@ class StateStore:
             StoreError: the shards in the folder belong to another store that is still there.
         """
         other = owner(folder)
-        if other is None or other == self.path:
+        if other is None:
             return
-        if StateStore.exists(other) and StateStore(other).id == self.id:
+        if _is_same_folder(other, self.path):
+            # Without links: a link that goes away must not make the next copy look like a store that was moved.
+            if other != self.path.resolve():
+                claim(folder, self.path)
+            return
+        # A store whose catalog is gone is still there: `exists` says how to make another.
+        stands = (other / CATALOG).is_file() or _remains(other)
+        if stands and StateStore.exists(other) and StateStore(other).id == self.id:
             raise StoreError(
                 f"the shards in {folder} belong to {other}, of which {self.path} is a copy; only one of the two can be "
                 "written to: delete the other, or index into a new store"
@@ -302,6 +309,14 @@ class StateStore:
 def _remains(path: Path) -> bool:
     """Whether there are states at a path."""
     return any(shard_files(path / SHARDS)) or ((path / SHARDS).is_dir() and bool(journal_files(path / SHARDS)))
+
+
+def _is_same_folder(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one folder, however they are spelled: by device and inode. False if one is gone."""
+    try:
+        return one.samefile(other)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _superseded(journal: list[JournalFile]) -> list[Path]:
@@ -343,5 +358,5 @@ def _size(path: Path) -> int | None:
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = str(value or "none")
     return text[:12] if len(text) == 64 else text
