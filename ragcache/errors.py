@@ -34,6 +34,14 @@ class EncodingError(ModelError):
     """A prefill gave states that cannot be stored, such as NaN or infinity."""
 
 
+class NotEnoughMemoryError(ModelError):
+    """Memory ran out while a request was prepared; other requests are not concerned."""
+
+
+class ProfileError(RagCacheError):
+    """The rates of this machine cannot be measured, or a profile of them cannot be read."""
+
+
 class SourceError(RagCacheError):
     """Documents cannot be read: nothing there, unreadable, binary, or not what the format says."""
 

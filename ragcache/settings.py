@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ only where they equal a full prefill's. `none`: a plain prefill, stored states a
 """
 
 StatesName = Literal["auto", "hidden", "pre-rope-kv"]
-"""What is stored of a chunk; `auto` takes for each layer what needs fewer bytes."""
+"""What is stored of a chunk; `auto` plans for each layer what is restored fastest on this machine."""
 
 CodecName = Literal["int8", "int4", "raw", "bf16", "fp16"]
 ContainerName = Literal["arrow", "parquet"]
@@ -72,6 +73,7 @@ class Settings(BaseSettings, QueryOptions):
 
     # What the store's content depends on (STORED_SETTINGS).
     model: str = Field("smollm2-135m", description="Hub id, local folder, .gguf file or alias of the language model")
+    adapter: str = Field("", description="Hub id or local folder of a LoRA adapter for the language model")
     embedding_model: str = Field("all-minilm-l6-v2", description="Hub id, local folder or alias of the embedding model")
     dtype: DtypeName = Field("bfloat16", description="Precision the language model computes in")
     states: StatesName = Field("auto", description="What is stored: hidden states, or keys and values before RoPE")
@@ -94,7 +96,8 @@ class Settings(BaseSettings, QueryOptions):
     verify_checksums: bool = Field(True, description="Compare the checksum of all states that are read")
     reader_threads: int = Field(2, ge=1, description="Threads that read states from disk")
     cache_folder: Path = Field(
-        default_factory=lambda: user_cache_path("ragcache"), description="Converted models and file digests"
+        default_factory=lambda: user_cache_path("ragcache"),
+        description="Converted models, file digests and measured rates",
     )
 
     @field_validator("state_folders")
@@ -106,6 +109,7 @@ class Settings(BaseSettings, QueryOptions):
 
 STORED_SETTINGS = (
     "model",
+    "adapter",
     "embedding_model",
     "dtype",
     "states",
@@ -127,16 +131,24 @@ def stored_settings(settings: Settings) -> dict[str, Any]:
     return {name: values[name] for name in STORED_SETTINGS}
 
 
-NOT_FROM_STORES = ("trust_remote_code", "cache_folder", "device")
-"""Settings that `store.toml` cannot make: a store from somewhere else must not decide what code runs here."""
+NOT_FROM_STORES = ("trust_remote_code", "cache_folder")
+"""Settings that `store.toml` cannot make: a store from somewhere else must not decide what code runs here, nor where
+files are written. `device` chooses only among what this machine has."""
 
 
 class StoreTomlSource(TomlConfigSettingsSource):
     """Settings from a store's `store.toml`."""
 
     def __call__(self) -> dict[str, Any]:
-        """What the file says, less what it may not decide."""
-        return {name: value for name, value in super().__call__().items() if name not in NOT_FROM_STORES}
+        """What the file says, less what it may not decide, which is warned of."""
+        values = super().__call__()
+        for name in NOT_FROM_STORES:
+            if name in values:
+                _warn(
+                    f"{name} in {self.toml_file_path} is ignored, for safety; give it as an argument or as "
+                    f"{ENVIRONMENT_PREFIX}{name.upper()}"
+                )
+        return {name: value for name, value in values.items() if name not in NOT_FROM_STORES}
 
 
 def load_settings(store: Path | None = None, **arguments: Any) -> Settings:
@@ -168,7 +180,7 @@ def load_settings(store: Path | None = None, **arguments: Any) -> Settings:
     for variable in sorted(os.environ):
         name = variable.upper().removeprefix(ENVIRONMENT_PREFIX)
         if variable.upper().startswith(ENVIRONMENT_PREFIX) and name.lower() not in Settings.model_fields:
-            logging.getLogger(__name__).warning("the environment variable %s is not a setting of ragcache", variable)
+            _warn(f"the environment variable {variable} is not a setting of ragcache")
     try:
         settings = BoundSettings(**{name: value for name, value in arguments.items() if value is not None})
     except ValidationError as error:
@@ -180,6 +192,12 @@ def load_settings(store: Path | None = None, **arguments: Any) -> Settings:
             f"chunk_overlap ({settings.chunk_overlap}) must be smaller than chunk_tokens ({settings.chunk_tokens})"
         )
     return settings
+
+
+@cache
+def _warn(message: str) -> None:
+    """Warn once in a process, however often settings are gathered."""
+    logging.getLogger(__name__).warning(message)
 
 
 def query_options(settings: Settings, **arguments: Any) -> QueryOptions:

@@ -89,3 +89,20 @@ def test_texts_are_unicode() -> None:
         load_settings(system_prompt="half a pair: \udcff")
     with pytest.raises(SettingsError, match="surrogate"):
         query_options(load_settings(), stop=["fine", "\ud800"])
+
+
+def test_a_store_may_say_where_it_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A device is chosen from what the machine has; nothing can be made to run by it."""
+    (tmp_path / "store.toml").write_text('device = "cuda:7"\n')
+    assert load_settings(tmp_path).device == "cuda:7"
+    assert load_settings(tmp_path, device="cpu").device == "cpu"
+    assert not caplog.records
+
+
+def test_an_adapter_belongs_to_the_store_and_can_be_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(tmp_path).adapter == ""
+    write(tmp_path, adapter="one")
+    assert load_settings(tmp_path).adapter == "one"
+    monkeypatch.setenv("RAGCACHE_ADAPTER", "other")
+    assert load_settings(tmp_path).adapter == "other"
+    assert load_settings(tmp_path, adapter="").adapter == ""

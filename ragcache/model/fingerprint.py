@@ -12,11 +12,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ragcache.model.digest import file_digest
-from ragcache.model.resolve import weight_files
+from ragcache.model.resolve import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json_object, weight_files
 
 STATE_FORMAT = 1
 """Raised when the meaning of stored states changes: which tensor is taken, in which order."""
@@ -41,6 +42,22 @@ IRRELEVANT_CONFIG = frozenset(
     }
 )
 
+# Of adapter_config.json: where the adapter comes from, and what only counts in training.
+IRRELEVANT_ADAPTER_CONFIG = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "lora_dropout",
+        "peft_version",
+        "revision",
+        "task_type",
+    }
+)
+
+UNORDERED_ADAPTER_CONFIG = ("exclude_modules", "modules_to_save", "target_modules")
+"""Lists that peft writes from sets, in an order that changes from process to process."""
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -53,6 +70,7 @@ class Fingerprint:
         dtype: precision the model computes in.
         code: sha256 over the digests of the Python files that came with the model; empty when transformers' own
             code runs it.
+        adapter: sha256 over configuration and weights of the adapter merged into the model; empty without one.
         state_format: `STATE_FORMAT` of the code that encoded the states.
     """
 
@@ -61,6 +79,7 @@ class Fingerprint:
     tokenizer: str
     dtype: str
     code: str = ""
+    adapter: str = ""
     state_format: int = STATE_FORMAT
 
     @property
@@ -70,7 +89,11 @@ class Fingerprint:
 
     def to_json(self) -> str:
         """Canonical JSON; equal fingerprints give equal text."""
-        return json.dumps(asdict(self), sort_keys=True)
+        parts = asdict(self)
+        # Stores from before there were adapters keep their fingerprint, and with it the keys of all their states.
+        if not self.adapter:
+            del parts["adapter"]
+        return json.dumps(parts, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprint:
@@ -89,7 +112,9 @@ def code_files(module: PreTrainedModel) -> list[Path]:
     return sorted(Path(inspect.getfile(type(module))).parent.glob("*.py"))
 
 
-def model_fingerprint(path: Path, dtype: str, cache_folder: Path, code: Sequence[Path] = ()) -> Fingerprint:
+def model_fingerprint(
+    path: Path, dtype: str, cache_folder: Path, code: Sequence[Path] = (), adapter: Path | None = None
+) -> Fingerprint:
     """Fingerprint of a model computing in `dtype`.
 
     Args:
@@ -98,20 +123,34 @@ def model_fingerprint(path: Path, dtype: str, cache_folder: Path, code: Sequence
         dtype: precision the model computes in.
         cache_folder: where digests of files are remembered, so that only the first load reads every byte.
         code: Python files that came with the model and run it.
+        adapter: folder of the adapter that is merged into the model.
     """
+    adapted = _adapter_digest(adapter, cache_folder) if adapter else ""
     if path.is_file():
         digest = file_digest(path, cache_folder)
-        return Fingerprint(config=digest, weights=digest, tokenizer=digest, dtype=dtype)
-    config = json.loads((path / "config.json").read_text())
-    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT_CONFIG}
+        return Fingerprint(config=digest, weights=digest, tokenizer=digest, dtype=dtype, adapter=adapted)
     tokenizer = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     return Fingerprint(
-        config=hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest(),
+        config=_config_digest(read_json_object(path / "config.json"), IRRELEVANT_CONFIG),
         weights=_combined(weight_files(path), cache_folder),
         tokenizer=_combined(tokenizer, cache_folder),
         dtype=dtype,
         code=_combined(code, cache_folder) if code else "",
+        adapter=adapted,
     )
+
+
+def _adapter_digest(folder: Path, cache_folder: Path) -> str:
+    fields = read_json_object(folder / ADAPTER_CONFIG)
+    sets = {key: sorted(fields[key], key=str) for key in UNORDERED_ADAPTER_CONFIG if isinstance(fields.get(key), list)}
+    config = _config_digest(fields | sets, IRRELEVANT_ADAPTER_CONFIG)
+    weights = file_digest(folder / ADAPTER_WEIGHTS, cache_folder)
+    return hashlib.sha256(f"{config}\n{weights}".encode()).hexdigest()
+
+
+def _config_digest(fields: dict[str, Any], irrelevant: frozenset[str]) -> str:
+    relevant = {key: value for key, value in fields.items() if key not in irrelevant}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
 def _combined(files: Sequence[Path], cache_folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Loading without the bars of transformers, which nobody asked for who opens a store from Python."""
+"""Loading without the bars and warnings of transformers, which nobody asked for who opens a store from Python."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Silence transformers for a while, where what it warns of is an error of ours."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

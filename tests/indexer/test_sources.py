@@ -9,6 +9,7 @@ import pytest
 from ragcache import Document
 from ragcache.errors import SourceError
 from ragcache.indexer.sources import PYDOC_TOPICS, Source, checked, open_source
+from tests.unprivileged import ordinary_user, reachable_folder
 
 
 def read(source: Source) -> list[Document]:
@@ -54,10 +55,13 @@ class TestFolder:
         (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
         assert "a.txt cannot be read" in refused(tmp_path)
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-    def test_without_permission(self, tmp_path: Path) -> None:
-        (tmp_path / "sub").mkdir(mode=0o000)
-        assert "sub cannot be read" in refused(tmp_path)
+    def test_without_permission(self) -> None:
+        with reachable_folder() as folder:
+            sub = folder / "sub"
+            sub.mkdir(mode=0o000)
+            with ordinary_user():
+                assert "sub cannot be read" in refused(folder)
+            sub.chmod(0o755)
 
 
 class TestJsonLines:
