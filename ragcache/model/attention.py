@@ -1,52 +1,151 @@
-"""Where a family projects, normalises and rotates its keys and values.
+"""A decoder's attention as data: all that its keys and values are made of.
 
-This is the whole knowledge needed to rebuild KV from hidden states: `AttentionLayer.project` goes from the
-attention's normed input to keys and values before RoPE with the model's own modules, `Rotary` puts keys at a
-position. Whether what is found here is right for a given model is not decided by a list of names but measured
-when the model is loaded (`ragcache.model.certify`).
+This is the whole knowledge needed to rebuild KV from hidden states: one matrix that projects the attention's input to
+keys and values, a norm of the keys, and a rotation to a position. Where a family keeps these is the concern of
+`ragcache.model.families`; whether what was found there is right for a given model is measured when it is loaded
+(`ragcache.model.certify`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from ragcache.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-SUPPORTED_FAMILIES = "decoder-only models with rotary positions, such as Llama, Qwen2, Qwen3, Mistral, Phi and Gemma"
-
-# The angle of a token's key depends on the length of the whole sequence, so a key cannot be placed before the
-# rest is known, and keys placed earlier go stale.
-REFUSED_ROPE_TYPES = frozenset({"dynamic", "longrope"})
+Tables = tuple[Tensor, Tensor]
+"""Cosines and sines of some positions, each `[tokens, rotary_dim // 2]`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class KeyNorm:
+    """A norm of the keys between projection and rotation, computed in float32.
+
+    Attributes:
+        weight: what the normalised key is multiplied with, float32; `[head_dim]`, or `[kv_heads * head_dim]` where it
+            differs between heads.
+        eps: added to the variance.
+        over_heads: all heads of a token are normalised together (OLMo 2), else each alone.
+        centred: the mean is subtracted first (LayerNorm), else not (RMSNorm).
+    """
+
+    weight: Tensor
+    eps: float
+    over_heads: bool
+    centred: bool
+
+    def normalise(self, keys: Tensor) -> Tensor:
+        """Normalise keys `[tokens, kv_heads, head_dim]`."""
+        normed = keys.float().flatten(1) if self.over_heads else keys.float()
+        if self.centred:
+            normed = normed - normed.mean(-1, keepdim=True)
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        weight = self.weight if self.weight.numel() == keys.shape[-1] else self.weight.view(normed.shape[1:])
+        return (normed * weight).view(keys.shape).to(keys.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """RoPE (Su et al., arXiv 2104.09864, section 3.4) with the angles of the model's own module, scaling included.
+
+    Attributes:
+        interleaved: values `2i` and `2i + 1` of a key are turned together, else `i` and `i + rotary_dim / 2`.
+        rotary_dim: leading values of a key that are turned; the others pass through.
+        module: the transformers module that gives cosines and sines, each twice, once for either value of a pair.
+        tables_interleaved: the two lie side by side in what it gives, else half of the width apart.
+        layer_type: which of the module's angles, where they differ between layers.
+        dtype: of the tables.
+        device: of the tables.
+    """
+
+    interleaved: bool
+    rotary_dim: int
+    module: nn.Module
+    tables_interleaved: bool
+    layer_type: str | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def tables(self, positions: Tensor) -> Tables:
+        """Cosines and sines of positions `[tokens]`, each `[tokens, rotary_dim // 2]`."""
+        return angles(self.module, self.layer_type, positions, self.tables_interleaved, self.dtype, self.device)
+
+    def rotate(self, keys: Tensor, tables: Tables, out: Tensor) -> None:
+        """Rotate keys to their positions.
+
+        Args:
+            keys: before RoPE, `[tokens, heads, head_dim]`.
+            tables: from `tables`.
+            out: where the rotated keys go, `[tokens, heads, head_dim]`, any strides.
+        """
+        rotate(keys, tables, out, rotary_dim=self.rotary_dim, interleaved=self.interleaved)
+
+
+def rotate(keys: Tensor, tables: Tables, out: Tensor, *, rotary_dim: int, interleaved: bool) -> None:
+    """Rotate keys to their positions, in their own dtype, as transformers does.
+
+    Args:
+        keys: before RoPE, `[tokens, heads, head_dim]`.
+        tables: cosines and sines of the tokens' positions.
+        out: where the rotated keys go, `[tokens, heads, head_dim]`, any strides; not where they come from.
+        rotary_dim: see `Rope`.
+        interleaved: see `Rope`.
+    """
+    cos, sin = (table[:, None] for table in tables)
+    half = rotary_dim // 2
+    if interleaved:
+        pair = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    else:
+        pair = slice(0, half), slice(half, rotary_dim)
+    first, second = (keys[..., member] for member in pair)
+    out_first, out_second = (out[..., member] for member in pair)
+    torch.mul(first, cos, out=out_first)
+    out_first.addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second)
+    out_second.addcmul_(first, sin)
+    out[..., rotary_dim:] = keys[..., rotary_dim:]
+
+
+def angles(
+    module: nn.Module,
+    layer_type: str | None,
+    positions: Tensor,
+    tables_interleaved: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tables:
+    """What a transformers rotary module gives, each angle once; see `Rope`."""
+    probe = torch.empty(0, dtype=dtype, device=device)
+    which = {} if layer_type is None else {"layer_type": layer_type}
+    cos, sin = (table[0] for table in module(probe, position_ids=positions[None], **which))
+    once = slice(None, None, 2) if tables_interleaved else slice(cos.shape[-1] // 2)
+    return cos[:, once].contiguous(), sin[:, once].contiguous()
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionLayer:
     """One decoder layer's attention, as far as its keys and values are concerned.
 
     Attributes:
         index: position of the layer in the model, counted from 0.
         module: the transformers attention module.
-        input_norm: the norm in front of it; stored hidden states are its output.
-        key_projection: hidden states to keys.
-        value_projection: hidden states to values.
-        key_norm: norm of each head's keys, in families that have one.
+        weight: `[2 * kv_heads * head_dim, hidden_size]`, the rows that give keys before those that give values.
+        bias: `[2 * kv_heads * head_dim]`, likewise.
+        key_norm: norm of the keys, in families that have one.
+        rope: rotation of the keys; `None` in a layer without positions. Layers of equal rotation share it.
+        window: number of latest positions that a query sees, itself included; `None` for all.
         kv_heads: number of key/value heads.
         head_dim: width of one head.
     """
 
     index: int
     module: nn.Module
-    input_norm: nn.Module
-    key_projection: nn.Linear
-    value_projection: nn.Linear
-    key_norm: nn.Module | None
+    weight: Tensor
+    bias: Tensor | None
+    key_norm: KeyNorm | None
+    rope: Rope | None
+    window: int | None
     kv_heads: int
     head_dim: int
 
@@ -54,149 +153,58 @@ class AttentionLayer:
         """Keys and values before RoPE.
 
         Args:
-            hidden: the attention's normed input, `[tokens, hidden_size]`.
+            hidden: the attention's input, `[tokens, hidden_size]`.
 
         Returns:
             Keys (after the K norm where the family has one) and values, each `[tokens, kv_heads, head_dim]`.
         """
-        shape = (hidden.shape[0], self.kv_heads, self.head_dim)
-        keys: Tensor = self.key_projection(hidden).view(shape)
-        values: Tensor = self.value_projection(hidden).view(shape)
+        shape = (hidden.shape[0], 2, self.kv_heads, self.head_dim)
+        keys, values = linear(hidden, self.weight, self.bias).view(shape).unbind(1)
         if self.key_norm is not None:
-            keys = self.key_norm(keys)
+            keys = self.key_norm.normalise(keys)
         return keys, values
 
-    def restore(self, hidden: Tensor, tables: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
-        """Write the KV of hidden states to their place in a cache.
+    def place(self, keys: Tensor, values: Tensor, tables: Tables | None, out_keys: Tensor, out_values: Tensor) -> None:
+        """Write keys and values before RoPE, as from `project`, to their place in a cache.
 
         Args:
-            hidden: the attention's normed input, `[tokens, hidden_size]`.
-            tables: cosines and sines of the tokens' positions, from `Rotary.tables`.
-            keys: receives the rotated keys, `[kv_heads, tokens, head_dim]`, any strides.
-            values: receives the values, likewise.
+            keys: `[tokens, kv_heads, head_dim]`.
+            values: likewise.
+            tables: cosines and sines of the tokens' positions, from the layer's `rope`; `None` where it has none.
+            out_keys: receives the rotated keys, `[kv_heads, tokens, head_dim]`, any strides.
+            out_values: receives the values, likewise.
         """
-        self.place(*self.project(hidden), tables, keys, values)
+        if self.rope is None or tables is None:
+            out_keys.transpose(0, 1).copy_(keys)
+        else:
+            self.rope.rotate(keys, tables, out=out_keys.transpose(0, 1))
+        out_values.transpose(0, 1).copy_(values)
 
-    @staticmethod
-    def place(
-        projected_keys: Tensor,
-        projected_values: Tensor,
-        tables: tuple[Tensor, Tensor],
-        keys: Tensor,
-        values: Tensor,
-    ) -> None:
-        """Write keys and values before RoPE, as from `project`, to their place in a cache; see `restore`."""
-        Rotary.rotate(projected_keys, tables, out=keys.transpose(0, 1))
-        values.transpose(0, 1).copy_(projected_values)
+    def restore(self, hidden: Tensor, tables: Tables | None, out_keys: Tensor, out_values: Tensor) -> None:
+        """Write the KV of hidden states `[tokens, hidden_size]` to their place in a cache; see `place`."""
+        self.place(*self.project(hidden), tables, out_keys, out_values)
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """RoPE with the angles that the model's own rotary module gives, scaling included."""
-
-    module: nn.Module
-    dtype: torch.dtype
-    device: torch.device
-
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for positions `[tokens]`, each `[tokens, rotary_dim]`."""
-        probe = torch.empty(0, dtype=self.dtype, device=self.device)
-        cos, sin = self.module(probe, position_ids=positions[None])
-        return cos[0], sin[0]
-
-    @staticmethod
-    def rotate(keys: Tensor, tables: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """Rotate keys to their positions.
-
-        Args:
-            keys: before RoPE, `[tokens, heads, head_dim]`.
-            tables: from `tables`. With partial rotary embeddings they are narrower than a head, and the rest of
-                the head passes through.
-            out: where the rotated keys go, `[tokens, heads, head_dim]`, any strides.
-        """
-        cos, sin = tables
-        half = cos.shape[-1] // 2
-        cos, sin = cos[:, None, :half], sin[:, None, :half]
-        first, second = keys[..., :half], keys[..., half : 2 * half]
-        torch.mul(first, cos, out=out[..., :half])
-        out[..., :half].addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out[..., half : 2 * half])
-        out[..., half : 2 * half].addcmul_(first, sin)
-        out[..., 2 * half :] = keys[..., 2 * half :]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decoder:
     """The parts of a transformers causal language model that ragcache works with.
 
     Attributes:
         embedding: token ids to the residual stream.
         layers: attention of each decoder layer, in order.
-        rotary: RoPE of the model.
         hidden_size: width of the residual stream.
     """
 
     embedding: nn.Embedding
     layers: tuple[AttentionLayer, ...]
-    rotary: Rotary
     hidden_size: int
 
-    def first_layer_input(self, token_ids: Tensor) -> Tensor:
-        """What enters the attention of layer 0, `[tokens, hidden_size]`, from token ids `[tokens]` alone."""
-        normed: Tensor = self.layers[0].input_norm(self.embedding(token_ids))
-        return normed
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotations that its layers use, each once."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
-
-def find_decoder(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Take a transformers causal language model apart.
-
-    Raises:
-        UnsupportedModelError: the model is not built the way this module understands.
-    """
-    config = model.config
-    base: Any = getattr(model, "model", None)
-    layers = getattr(base, "layers", None)
-    rotary = getattr(base, "rotary_emb", None)
-    embedding = getattr(base, "embed_tokens", None)
-    if layers is None or rotary is None or embedding is None:
-        raise _unsupported(config, "no decoder layers with rotary positions found")
-    rope_type = getattr(rotary, "rope_type", None)
-    if not isinstance(rope_type, str):
-        raise _unsupported(config, "rotary positions differ between layers")
-    if rope_type in REFUSED_ROPE_TYPES:
-        raise _unsupported(config, f"rope type {rope_type!r} depends on the length of the whole prompt")
-    return Decoder(
-        embedding=embedding,
-        layers=tuple(_attention_layer(config, index, layer) for index, layer in enumerate(layers)),
-        rotary=Rotary(rotary, dtype, device),
-        hidden_size=int(config.hidden_size),
-    )
-
-
-def _attention_layer(config: object, index: int, layer: Any) -> AttentionLayer:
-    module = getattr(layer, "self_attn", None)
-    norm = getattr(layer, "input_layernorm", None)
-    keys, values = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
-    if module is None or norm is None or not isinstance(keys, nn.Linear) or not isinstance(values, nn.Linear):
-        raise _unsupported(config, f"layer {index} has no k_proj and v_proj behind an input norm")
-    head_dim = int(module.head_dim)
-    key_norm = getattr(module, "k_norm", None)
-    if key_norm is not None and key_norm.weight.numel() != head_dim:
-        raise _unsupported(config, f"layer {index} normalises keys over all heads at once")
-    return AttentionLayer(
-        index=index,
-        module=module,
-        input_norm=norm,
-        key_projection=keys,
-        value_projection=values,
-        key_norm=key_norm,
-        kv_heads=keys.out_features // head_dim,
-        head_dim=head_dim,
-    )
-
-
-def _unsupported(config: object, reason: str) -> UnsupportedModelError:
-    model_type = getattr(config, "model_type", "unknown")
-    return UnsupportedModelError(
-        f"model type {model_type!r} is not supported: {reason}; supported are {SUPPORTED_FAMILIES}"
-    )
+    def tables(self, positions: Tensor) -> tuple[Tables | None, ...]:
+        """Cosines and sines of positions `[tokens]` for each layer; computed once for each rotation."""
+        tables = {rope: rope.tables(positions) for rope in self.ropes}
+        return tuple(None if layer.rope is None else tables[layer.rope] for layer in self.layers)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ragcache.errors import EncodingError
 from ragcache.model.attention import Decoder
-from ragcache.model.forward import Capture, PackedBatch, Segment, forward
+from ragcache.model.forward import Capture, PackedBatch, Segment, forward, run_layers
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
 
@@ -25,8 +25,8 @@ def install_hooks(decoder: Decoder) -> None:
     def hook_for(index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             packed: PackedBatch | None = kwargs.get("packed")
-            if packed is not None and packed.capture is not None:
-                packed.capture(index, (args[0] if args else kwargs["hidden_states"])[0])
+            if packed is not None:
+                packed.receive(index, (args[0] if args else kwargs["hidden_states"])[0])
 
         return hook
 
@@ -47,7 +47,14 @@ def prefill(model: LanguageModel, token_ids: Sequence[int], capacity: int | None
     return cache
 
 
-def capture_states(model: LanguageModel, prefix: KVCache, chunks: Sequence[Sequence[int]], receive: Capture) -> None:
+def capture_states(
+    model: LanguageModel,
+    prefix: KVCache,
+    chunks: Sequence[Sequence[int]],
+    receive: Capture,
+    *,
+    layers: int | None = None,
+) -> None:
     """Encode chunks, each after the prefix and apart from the others, in one forward pass.
 
     Args:
@@ -56,6 +63,8 @@ def capture_states(model: LanguageModel, prefix: KVCache, chunks: Sequence[Seque
         chunks: token ids of each chunk; none of them empty.
         receive: called once per layer, in order, with the hidden states of all chunks one after the other,
             `[tokens of all chunks, hidden_size]`. Valid only during the call.
+        layers: of how many of the model's first layers; all by default. Of the first one alone no layer is run, its
+            input being little more than the embedding.
 
     Raises:
         EncodingError: a state is NaN or infinite, as happens when a model overflows its precision.
@@ -69,9 +78,14 @@ def capture_states(model: LanguageModel, prefix: KVCache, chunks: Sequence[Seque
             )
         receive(layer, hidden)
 
+    layers = len(model.decoder.layers) if layers is None else layers
+    # The last layer only receives its input; nothing is written to its cache.
+    run = slice(layers - 1)
+    past = KVCache(prefix.keys[run], prefix.values[run], prefix.length)
     segments = []
     for token_ids in chunks:
-        cache = model.new_cache(prefix.length + len(token_ids))
-        cache.copy_prefix(prefix)
+        capacity = prefix.length + len(token_ids)
+        cache = KVCache.allocate(model.decoder.layers[run], capacity, model.dtype, model.device)
+        cache.copy_prefix(past)
         segments.append(Segment(model.tensor(list(token_ids)), cache))
-    forward(model, segments, checked)
+    run_layers(model, segments, checked, layers)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,9 +53,27 @@ class LanguageModel:
         Two for each weight and token; four for each token, token that it attends to and channel of the queries.
         """
         weights = sum(it.numel() for it in self.module.parameters()) - self.decoder.embedding.weight.numel()
-        heads = int(self.module.config.num_attention_heads)
+        heads = int(self.module.config.get_text_config(decoder=True).num_attention_heads)
         channels = sum(heads * layer.head_dim for layer in self.decoder.layers)
         return float(2 * weights * tokens + 4 * channels * tokens * (past + tokens / 2))
+
+    def layer_flops(self, layer: int, tokens: int, attended: float) -> float:
+        """About how many floating-point operations a prefill takes in one decoder layer, counted as in `prefill_flops`.
+
+        Args:
+            layer: index of the layer.
+            tokens: that are prefilled.
+            attended: tokens that each of them attends to, in the mean.
+        """
+        heads = int(self.module.config.get_text_config(decoder=True).num_attention_heads)
+        channels = heads * self.decoder.layers[layer].head_dim
+        return float(2 * self._layer_weights[layer] * tokens + 4 * channels * tokens * attended)
+
+    @cached_property
+    def _layer_weights(self) -> list[int]:
+        """Number of weights of each decoder layer."""
+        layers: Any = self.module.get_decoder().layers
+        return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
 
     def tensor(self, token_ids: list[int]) -> torch.Tensor:
         """Token ids on the model's device, `[tokens]`."""

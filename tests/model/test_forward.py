@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from ragcache.model.forward import QUERY_BLOCK, Segment, forward, packed_attention
+from ragcache.errors import UnsupportedModelError
+from ragcache.model.certify import own_attention
+from ragcache.model.forward import PackedBatch, Segment, forward
+from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
-from tests.conftest import FAMILIES
+from ragcache.model.packed_attention import ATTENTION_NAME, QUERY_BLOCK, packed_attention
+from tests.model.families import FAMILIES
 
 
 def plain_logits(model: LanguageModel, token_ids: Tensor) -> Tensor:
-    with torch.inference_mode():
+    with torch.inference_mode(), own_attention(model):
         logits: Tensor = model.module(input_ids=token_ids[None], logits_to_keep=1).logits[0, -1].float()
     return logits
 
@@ -43,7 +48,9 @@ def test_a_prompt_in_pieces(tiny_model: Callable[[str], LanguageModel], family: 
 @given(data=st.data())
 def test_sequences_packed_at_random(tiny_model: Callable[[str], LanguageModel], data: st.DataObject) -> None:
     """Any mix of prefills and decode steps in one row gives each sequence its own logits."""
-    model = tiny_model(data.draw(st.sampled_from(["llama", "qwen3", "mistral-window"])))
+    model = tiny_model(
+        data.draw(st.sampled_from(["llama", "qwen3", "mistral-window", "gemma2", "gemma3", "gpt-neox", "smollm3"]))
+    )
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
     sequences = [random_ids(length, seed) for seed, length in enumerate(lengths)]
     caches = [model.new_cache(length + 7) for length in lengths]
@@ -70,13 +77,63 @@ def test_what_lies_beyond_the_length_does_not_matter(tiny_model: Callable[[str],
     torch.testing.assert_close(forward(model, [Segment(ids[30:], dirty)]), forward(model, [Segment(ids[30:], clean)]))
 
 
-def test_attention_that_is_not_understood_is_refused(tiny_model: Callable[[str], LanguageModel]) -> None:
-    from ragcache.errors import UnsupportedModelError
-    from ragcache.model.forward import PackedBatch
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_eager(tiny_model: Callable[[str], LanguageModel], family: str) -> None:
+    """Transformers' plainest attention, whatever the family supports; longer than any of the windows."""
+    model = tiny_model(family)
+    ids = random_ids(130)
+    model.module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            expected = model.module(input_ids=ids[None]).logits[0, -1].float()
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
+    logits = forward(model, [Segment(ids, model.new_cache(len(ids)))])[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
+
+@settings(max_examples=50, deadline=None)
+@given(
+    past=st.integers(0, 20),
+    new=st.integers(1, 20),
+    group=st.sampled_from([1, 3]),
+    window=st.one_of(st.none(), st.integers(1, 25)),
+    softcap=st.one_of(st.none(), st.sampled_from([0.5, 5.0])),
+)
+def test_attention_equals_its_definition(
+    past: int, new: int, group: int, window: int | None, softcap: float | None
+) -> None:
+    """Softmax over what each query may see, query by query."""
+    generator = torch.Generator().manual_seed(past * 100 + new)
+    query = torch.randn(2 * group, new, 8, generator=generator)
+    keys, values = torch.randn(2, 2, past + new, 8, generator=generator)
+    segment = Segment(torch.zeros(new, dtype=torch.long), KVCache([keys], [values], past))
+    module = nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    ours, _ = packed_attention(
+        module,
+        query[None],
+        keys[None],
+        values[None],
+        None,
+        scaling=0.7,
+        sliding_window=window,
+        softcap=softcap,
+        packed=PackedBatch([segment], [window]),
+    )
+    for head in range(2 * group):
+        for position in range(past, past + new):
+            seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+            scores = keys[head // group, seen] @ query[head, position - past] * 0.7
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            expected = scores.softmax(0) @ values[head // group, seen]
+            torch.testing.assert_close(ours[0, position - past, head], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given", [{"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}, {"is_causal": False}, {"dropout": 0.1}]
+)
+def test_attention_that_is_not_understood_is_refused(given: dict[str, Any]) -> None:
     states = torch.zeros(1, 2, 3, 16)
-    batch = PackedBatch([])
-    with pytest.raises(UnsupportedModelError, match="softcap"):
-        packed_attention(
-            tiny_model("llama").decoder.layers[0].module, states, states, states, None, packed=batch, softcap=30.0
-        )
+    with pytest.raises(UnsupportedModelError, match=next(iter(given))):
+        packed_attention(nn.Module(), states, states, states, None, packed=PackedBatch([], []), **given)

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from ragcache.errors import ModelError, ModelNotFoundError, SettingsError, UnsupportedModelError
+from ragcache.model.capture import prefill
 from ragcache.model.digest import file_digest
 from ragcache.model.fingerprint import Fingerprint, model_fingerprint
 from ragcache.model.gguf import MANIFEST, convert, find_conversion
 from ragcache.model.language_model import LanguageModel
-from ragcache.model.loading import load_language_model
-from ragcache.model.resolve import ALIASES, resolve
-from tests.conftest import REFUSED_FAMILIES
+from ragcache.model.loading import choose_device, load_language_model
+from ragcache.model.resolve import ALIASES, resolve, resolve_adapter
+from tests.conftest import save_random_model
+from tests.model.families import REFUSED_FAMILIES, UNCERTIFIED_FAMILIES
+from tests.unprivileged import ordinary_user, reachable_folder
 
 Folder = Callable[[str], Path]
 
@@ -61,6 +63,15 @@ def test_unknown_names(name: str) -> None:
         with pytest.raises(ModelNotFoundError) as caught:
             resolve(name)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("find", [resolve, resolve_adapter])
+def test_a_folder_that_may_not_be_read(find: Callable[[str], Path]) -> None:
+    with reachable_folder() as folder:
+        (folder / "model").mkdir(mode=0o000)
+        with ordinary_user(), pytest.raises(ModelNotFoundError, match="cannot be read: Permission denied"):
+            find(str(folder / "model"))
+        (folder / "model").chmod(0o755)
 
 
 def test_missing_gguf_file(tmp_path: Path) -> None:
@@ -105,27 +116,26 @@ def test_damaged_gguf(tmp_path: Path, cache_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED_FAMILIES)
-def test_families_that_would_give_other_kv_are_refused(
-    family: str, smollm: LanguageModel, tmp_path: Path, cache_folder: Path
-) -> None:
-    """Before their weights are read, where the architecture shows it; else by certification."""
+def test_families_that_cannot_be_restored_are_refused(family: str, tmp_path: Path, cache_folder: Path) -> None:
+    """By their architecture alone: of the weights there is nothing but a name."""
     make_config, reason = REFUSED_FAMILIES[family]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config())
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(tmp_path)
-    smollm.tokenizer.save_pretrained(tmp_path)
+    make_config().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         load(tmp_path, cache_folder)
     assert "\n" not in str(caught.value)
 
 
-def test_encoder_decoder_is_refused(tmp_path: Path, cache_folder: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UnsupportedModelError, match="'t5'"):
+@pytest.mark.parametrize("family", UNCERTIFIED_FAMILIES)
+def test_families_that_would_give_other_kv_are_refused(
+    family: str, smollm: LanguageModel, tmp_path: Path, cache_folder: Path
+) -> None:
+    """Where the architecture does not show it, when they are run."""
+    make_config, reason = UNCERTIFIED_FAMILIES[family]
+    save_random_model(make_config(), tmp_path, smollm.tokenizer)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
         load(tmp_path, cache_folder)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +148,54 @@ def test_a_damaged_configuration(folder: Path, cache_folder: Path, content: byte
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_device(tiny_folder: Folder, cache_folder: Path) -> None:
-    for device in ("nonsense", "mps", "cuda" if not torch.cuda.is_available() else "nonsense"):
-        with pytest.raises(ModelError, match="device"):
-            load_language_model(str(tiny_folder("llama")), dtype="float32", device=device, cache_folder=cache_folder)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["bogus"] * 3}, "layer_types"),
+        ({"head_dim": "16"}, "head_dim"),
+        ({"num_key_value_heads": 2.5}, "num_key_value_heads"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"rope_parameters": "x"}, "rope_parameters"),
+        ({"eos_token_id": [1, "b"]}, "eos_token_id"),
+    ],
+)
+def test_a_field_that_transformers_refuses(
+    folder: Path, cache_folder: Path, change: dict[str, Any], named: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UnsupportedModelError, match=named) as caught:
+        load(folder, cache_folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["nonsense", "mps", "cpu:1", "cuda:-1", "cuda:7", "cuda:x", ""])
+def test_devices_that_are_not_there(tiny_folder: Folder, cache_folder: Path, device: str) -> None:
+    if device == "cuda:7" and torch.cuda.device_count() > 7:
+        pytest.skip("this machine has eight GPUs")
+    with pytest.raises(ModelError, match=f"device '{device}'") as caught:
+        load_language_model(str(tiny_folder("llama")), dtype="float32", device=device, cache_folder=cache_folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_of_a_number_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda")
+    assert choose_device("cuda:1").index == 1
+    with pytest.raises(ModelError, match="use --device with one of: cpu, cuda:0, cuda:1"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_precisions_on_the_cpu(tiny_folder: Folder, cache_folder: Path, dtype: str) -> None:
+    """Certified in each, and all of it computes in the precision asked for."""
+    model = load_language_model(str(tiny_folder("llama")), dtype=dtype, device="cpu", cache_folder=cache_folder)
+    assert {parameter.dtype for parameter in model.module.parameters()} == {getattr(torch, dtype)}
+    cache = prefill(model, list(range(50)))
+    assert {tensor.dtype for tensor in (*cache.keys, *cache.values)} == {getattr(torch, dtype)}
+    assert all(tensor.isfinite().all() for tensor in (*cache.keys, *cache.values))
 
 
 def test_eos_ids_are_all_of_the_generation_config(folder: Path, cache_folder: Path) -> None:
@@ -248,10 +302,15 @@ def test_gguf_is_converted_once(cache_folder: Path, smollm: object) -> None:
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
-def test_a_damaged_conversion_is_made_anew(cache_folder: Path, smollm: object) -> None:
+def test_a_damaged_conversion_is_made_anew(cache_folder: Path, tmp_path: Path) -> None:
     """It is loaded in place of the GGUF file that states are bound to."""
     path = resolve("smollm2-135m")
+    # A copy: whoever has the original mapped into memory would die of its being truncated.
+    shared = convert(path, "float32", cache_folder)
+    cache_folder = tmp_path / "cache"
+    shutil.copytree(shared, cache_folder / "models" / shared.name)
     folder = convert(path, "float32", cache_folder)
+    assert folder.parent == cache_folder / "models"
     original = (folder / "generation_config.json").read_text()
     weights = load_file(folder / "model.safetensors")
     for name in (MANIFEST, "generation_config.json", "model.safetensors"):

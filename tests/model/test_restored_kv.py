@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from ragcache.errors import UnsupportedModelError
 from ragcache.model.capture import capture_states, prefill
-from ragcache.model.certify import relative_error
+from ragcache.model.certify import reference_kv, relative_error
+from ragcache.model.forward import Segment, forward, run_layers
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
-from tests.conftest import FAMILIES
+from tests.model.families import FAMILIES
 
 TEXT = """The with statement is used to wrap the execution of a block with methods defined by a context manager. This
 allows common try, except, finally usage patterns to be encapsulated for convenient reuse. The execution of the with
 statement with one item proceeds as follows: the context expression is evaluated to obtain a context manager."""
-
-
-def reference_kv(model: LanguageModel, token_ids: list[int], offset: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of a transformers prefill whose positions start at `offset`."""
-    positions = torch.arange(offset, offset + len(token_ids))[None]
-    with torch.inference_mode():
-        output = model.module(input_ids=torch.tensor([token_ids]), position_ids=positions, use_cache=True)
-    return [(layer.keys[0], layer.values[0]) for layer in output.cache.layers]
 
 
 def captured(model: LanguageModel, prefix: KVCache, chunks: list[list[int]]) -> list[Tensor]:
@@ -38,24 +34,25 @@ def restored_kv(model: LanguageModel, prefix: list[int], chunk: list[int], start
     """The chunk captured after the prefix, restored at position `start`."""
     hidden = captured(model, prefill(model, prefix), [chunk])
     with torch.inference_mode():
-        hidden[0] = model.decoder.first_layer_input(torch.tensor(chunk))
-        tables = model.decoder.rotary.tables(torch.arange(start, start + len(chunk)))
+        tables = model.decoder.tables(torch.arange(start, start + len(chunk)))
         cache = model.new_cache(len(chunk))
         for layer in model.decoder.layers:
-            layer.restore(hidden[layer.index], tables, cache.keys[layer.index], cache.values[layer.index])
+            layer.restore(hidden[layer.index], tables[layer.index], cache.keys[layer.index], cache.values[layer.index])
     return list(zip(cache.keys, cache.values, strict=True))
 
 
 def check_agreement(model: LanguageModel, shift: int) -> None:
     ids = model.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    prefix, chunk = ids[:12], ids[12:60]
+    prefix, chunk = ids[:12], ids[12:72]
     restored = restored_kv(model, prefix, chunk, len(prefix) + shift)
     # The reference's prefix moves along: what the chunk attends to stays as far away as it was.
-    for (keys, values), (their_keys, their_values) in zip(
-        restored, reference_kv(model, prefix + chunk, shift), strict=True
-    ):
-        assert relative_error(keys, their_keys[:, -len(chunk) :]) < 1e-4
-        assert relative_error(values, their_values[:, -len(chunk) :]) < 1e-4
+    reference = reference_kv(model, prefix + chunk, shift)
+    for layer, ours, theirs in zip(model.decoder.layers, restored, reference, strict=True):
+        # The reference keeps only the newest tokens of a layer with a window.
+        kept = len(chunk) if layer.window is None else layer.window - 1
+        assert theirs[0].shape[1] == (len(ids[:72]) if layer.window is None else kept)
+        for our_part, their_part in zip(ours, theirs, strict=True):
+            assert relative_error(our_part[:, -kept:], their_part[:, -kept:]) < 1e-4
 
 
 @pytest.mark.parametrize("shift", [0, 1, 700, 3000])
@@ -64,25 +61,9 @@ def test_smollm2(smollm: LanguageModel, shift: int) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2000])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mistral-window"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(tiny_model: Callable[[str], LanguageModel], family: str, shift: int) -> None:
     check_agreement(tiny_model(family), shift)
-
-
-@pytest.mark.parametrize("shift", [0, 700])
-def test_sliding_window(tiny_model: Callable[[str], LanguageModel], shift: int) -> None:
-    """The reference keeps only the newest tokens of a windowed layer; those must agree."""
-    model = tiny_model("mistral-window")
-    ids = model.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    prefix, chunk = ids[:10], ids[10:70]
-    restored = restored_kv(model, prefix, chunk, len(prefix) + shift)
-    for (keys, values), (their_keys, their_values) in zip(
-        restored, reference_kv(model, prefix + chunk, shift), strict=True
-    ):
-        kept = their_keys.shape[1]
-        assert kept == 47
-        assert relative_error(keys[:, -kept:], their_keys) < 1e-4
-        assert relative_error(values[:, -kept:], their_values) < 1e-4
 
 
 def test_a_chunk_captured_in_company_is_captured_as_alone(smollm: LanguageModel) -> None:
@@ -111,3 +92,45 @@ def test_a_capture_does_not_see_a_forward_of_someone_else(smollm: LanguageModel)
 
     capture_states(smollm, smollm.new_cache(0), [ids], receive)
     assert seen == [16] * len(smollm.decoder.layers)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma", "granite", "olmo2", "gpt-neox", "gemma3"])
+def test_the_input_of_the_first_layers_alone(
+    tiny_model: Callable[[str], LanguageModel], family: str, layers: int
+) -> None:
+    """What a pass that ends early hands over equals what a whole one does, multipliers and norms included."""
+    model = tiny_model(family)
+    ids = model.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    prefix = prefill(model, ids[:8])
+    whole = captured(model, prefix, [ids[8:30], ids[30:37]])
+    first: list[Tensor] = []
+    capture_states(model, prefix, [ids[8:30], ids[30:37]], lambda _, it: first.append(it.clone()), layers=layers)
+    assert len(first) == layers
+    for part, full in zip(first, whole[:layers], strict=True):
+        torch.testing.assert_close(part, full, rtol=0, atol=0)
+
+
+def test_a_pass_that_ends_early_leaves_the_caches_as_long_as_they_were(
+    tiny_model: Callable[[str], LanguageModel],
+) -> None:
+    """And what follows is computed as if it had not been."""
+    model = tiny_model("llama")
+    ids = torch.tensor(model.tokenizer(TEXT, add_special_tokens=False)["input_ids"][:40])
+    cache, untouched = prefill(model, ids[:20].tolist(), 40), prefill(model, ids[:20].tolist(), 40)
+    seen: list[int] = []
+    run_layers(model, [Segment(ids[30:], cache)], lambda layer, hidden: seen.append(layer), layers=2)
+    assert seen == [0, 1]
+    assert cache.length == 20
+    after = forward(model, [Segment(ids[20:], cache)])
+    torch.testing.assert_close(after, forward(model, [Segment(ids[20:], untouched)]), rtol=0, atol=0)
+
+
+def test_a_pass_that_does_not_end_is_no_pass(tiny_model: Callable[[str], LanguageModel]) -> None:
+    """Without the hooks nothing would be captured, and nobody would know."""
+    model = tiny_model("llama")
+    bare = replace(model, module=copy.deepcopy(model.module))
+    for module in bare.module.modules():
+        module._forward_pre_hooks.clear()
+    with pytest.raises(UnsupportedModelError, match="keyword arguments"):
+        run_layers(bare, [Segment(torch.arange(5), bare.new_cache(5))], lambda layer, hidden: None, layers=1)
