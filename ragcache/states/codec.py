@@ -7,6 +7,8 @@ one run of bytes whose length follows from the shape alone. Planes within it (in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol
@@ -14,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ragcache.states.encoded import Encoded
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PLANE_ALIGNMENT = 64
@@ -27,6 +31,25 @@ class Part(StrEnum):
     VALUES = "values"
 
 
+@dataclass(frozen=True)
+class Plane:
+    """A matrix that is a part of what a codec makes: one row for some tokens.
+
+    Attributes:
+        dtype: of its numbers.
+        tokens: tokens that share a row; `ROW_ALIGNMENT` is a multiple of it.
+        columns: numbers in a row.
+    """
+
+    dtype: torch.dtype
+    tokens: int
+    columns: int
+
+    def size(self, tokens: int) -> int:
+        """Bytes for some tokens."""
+        return -(-tokens // self.tokens) * self.columns * self.dtype.itemsize
+
+
 class Codec(Protocol):
     """Encodes one part of one layer of one chunk.
 
@@ -36,17 +59,30 @@ class Codec(Protocol):
 
     exact: bool
 
-    def size(self, tokens: int, width: int) -> int:
-        """Bytes of `[tokens, width]` values, encoded."""
-
-    def bytes_per_token(self, width: int) -> float:
-        """Bytes of one token among many; what choosing a form goes by."""
+    def planes(self, width: int) -> tuple[Plane, ...]:
+        """What encoded values of a width consist of, in order."""
 
     def encode(self, values: Tensor) -> Tensor:
-        """`[tokens, width]` values to `[size(tokens, width)]` uint8 on the same device."""
+        """`[tokens, width]` values to one run of uint8 on the same device, `encoded_size` long."""
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """`[size(tokens, width)]` uint8 into `out`, `[tokens, width]`, contiguous, of any floating-point dtype."""
+    def encoded(self, planes: Sequence[Tensor]) -> Encoded:
+        """The planes of some rows, `[rows of the plane, columns]`, as what can be decoded."""
+
+
+def aligned(size: int) -> int:
+    """The next multiple of `PLANE_ALIGNMENT`."""
+    return -(-size // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+
+
+def encoded_size(codec: Codec, tokens: int, width: int) -> int:
+    """Bytes of `[tokens, width]` values, encoded."""
+    *padded, last = codec.planes(width)
+    return sum(aligned(plane.size(tokens)) for plane in padded) + last.size(tokens)
+
+
+def bytes_per_token(codec: Codec, width: int) -> float:
+    """Bytes of one token among many; what choosing a form goes by."""
+    return sum(plane.size(plane.tokens) / plane.tokens for plane in codec.planes(width))
 
 
 class FloatCodec:
@@ -65,21 +101,17 @@ class FloatCodec:
         self.dtype = dtype
         self.exact = dtype == states
 
-    def size(self, tokens: int, width: int) -> int:
-        """Bytes of `[tokens, width]` values, encoded."""
-        return tokens * width * self.dtype.itemsize
-
-    def bytes_per_token(self, width: int) -> float:
-        """Bytes of one token."""
-        return float(width * self.dtype.itemsize)
+    def planes(self, width: int) -> tuple[Plane, ...]:
+        """The numbers."""
+        return (Plane(self.dtype, 1, width),)
 
     def encode(self, values: Tensor) -> Tensor:
         """Convert, and lay out as bytes."""
         return _converted(values, self.dtype).contiguous().view(-1).view(torch.uint8)
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """Convert when `out` has another dtype; bytes of one dtype are never taken for another's."""
-        out.copy_(data.view(self.dtype).view(out.shape))
+    def encoded(self, planes: Sequence[Tensor]) -> Encoded:
+        """Numbers without scales."""
+        return Encoded(planes[0])
 
 
 class TiledCodec:
@@ -104,6 +136,10 @@ class TiledCodec:
         """Number of tiles down and across."""
         return -(-tokens // self.tile_tokens), -(-width // self.tile_width)
 
+    def _numbers_of_tiles(self, width: int) -> Plane:
+        """One number for each tile."""
+        return Plane(torch.bfloat16, self.tile_tokens, self._tiles(1, width)[1])
+
     def _cut(self, values: Tensor) -> Tensor:
         """`[tokens, width]` to `[tiles down, tile_tokens, tiles across, tile_width]`, in float32."""
         tokens, width = values.shape
@@ -127,14 +163,9 @@ class Int8Codec(TiledCodec):
     bfloat16 needs no wider arithmetic.
     """
 
-    def size(self, tokens: int, width: int) -> int:
-        """Bytes of `[tokens, width]` values, encoded."""
-        down, across = self._tiles(tokens, width)
-        return _aligned(tokens * width) + 2 * down * across
-
-    def bytes_per_token(self, width: int) -> float:
-        """Bytes of one token among many."""
-        return width + 2 * self._tiles(1, width)[1] / self.tile_tokens
+    def planes(self, width: int) -> tuple[Plane, ...]:
+        """Integers and scales."""
+        return Plane(torch.int8, 1, width), self._numbers_of_tiles(width)
 
     def encode(self, values: Tensor) -> Tensor:
         """Quantise symmetrically, each tile by its largest magnitude."""
@@ -144,21 +175,10 @@ class Int8Codec(TiledCodec):
         integers = (tiles / scales.float()).round().clamp(-127, 127).to(torch.int8)
         return _planes(self._join(integers, *values.shape), scales)
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """Multiply integers by their scales, in the dtype of `out`, in one pass."""
-        tokens, width = out.shape
-        down, across = self._tiles(tokens, width)
-        integers = data[: tokens * width].view(torch.int8).view(tokens, width)
-        scales = data[_aligned(tokens * width) :].view(torch.bfloat16).view(down, across).to(out.dtype)
-        whole_down, whole_across = tokens // self.tile_tokens, width // self.tile_width
-        end, right = whole_down * self.tile_tokens, whole_across * self.tile_width
-        shape = (whole_down, self.tile_tokens, whole_across, self.tile_width)
-        whole_scales = scales[:whole_down, None, :whole_across, None]
-        torch.mul(integers[:end, :right].view(shape), whole_scales, out=out[:end, :right].view(shape))
-        if end < tokens:
-            torch.mul(integers[end:], scales[-1:], out=out[end:])
-        if right < width:
-            torch.mul(integers[:, right:], scales[:, -1:], out=out[:, right:])
+    def encoded(self, planes: Sequence[Tensor]) -> Encoded:
+        """Integers and scales."""
+        integers, scales = planes
+        return Encoded(integers, scales, None, self.tile_tokens, self.tile_width)
 
 
 class Int4Codec(TiledCodec):
@@ -169,14 +189,10 @@ class Int4Codec(TiledCodec):
     across]`; bfloat16 minima, likewise. value = minimum + integer * scale, with integers from 0 to 15.
     """
 
-    def size(self, tokens: int, width: int) -> int:
-        """Bytes of `[tokens, width]` values, encoded."""
-        down, across = self._tiles(tokens, width)
-        return _aligned(-(-tokens // 2) * width) + _aligned(2 * down * across) + 2 * down * across
-
-    def bytes_per_token(self, width: int) -> float:
-        """Bytes of one token among many."""
-        return width / 2 + 4 * self._tiles(1, width)[1] / self.tile_tokens
+    def planes(self, width: int) -> tuple[Plane, ...]:
+        """Integers, scales and minima."""
+        numbers = self._numbers_of_tiles(width)
+        return Plane(torch.uint8, 2, width), numbers, numbers
 
     def encode(self, values: Tensor) -> Tensor:
         """Quantise each tile between its least and its largest value."""
@@ -190,31 +206,10 @@ class Int4Codec(TiledCodec):
         integers = pad(self._join(integers, tokens, width), (0, 0, 0, tokens % 2))
         return _planes(integers[0::2] | integers[1::2] << 4, scales, minima)
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """Scale and shift integers in the dtype of `out`."""
-        tokens, width = out.shape
-        down, across = self._tiles(tokens, width)
-        packed = data[: -(-tokens // 2) * width].view(-1, width)
-        integers = torch.empty(tokens, width, dtype=torch.uint8, device=data.device)
-        torch.bitwise_and(packed, 15, out=integers[0::2])
-        torch.bitwise_right_shift(packed[: tokens // 2], 4, out=integers[1::2])
-        out.copy_(integers)
-
-        start = _aligned(packed.numel())
-        scales = self._widened(data[start : start + 2 * down * across], out)
-        minima = self._widened(data[start + _aligned(2 * down * across) :], out)
-        whole_tiles = tokens // self.tile_tokens
-        whole = whole_tiles * self.tile_tokens
-        tiles = out[:whole].view(whole_tiles, self.tile_tokens, width)
-        torch.addcmul(minima[:whole_tiles, None], tiles, scales[:whole_tiles, None], out=tiles)
-        if whole < tokens:
-            torch.addcmul(minima[-1:], out[whole:], scales[-1:], out=out[whole:])
-
-    def _widened(self, plane: Tensor, out: Tensor) -> Tensor:
-        """A number for each tile, bytes of bfloat16, to `[tiles down, width]` in the dtype of `out`."""
-        down, across = self._tiles(*out.shape)
-        numbers = plane.view(torch.bfloat16).view(down, across).to(out.dtype)
-        return numbers.repeat_interleave(self.tile_width, 1)[:, : out.shape[1]] if self.tile_width > 1 else numbers
+    def encoded(self, planes: Sequence[Tensor]) -> Encoded:
+        """Integers, scales and minima."""
+        integers, scales, minima = planes
+        return Encoded(integers, scales, minima, self.tile_tokens, self.tile_width)
 
 
 # Tokens and width. Some channels of hidden states and keys are large for every token and would set the scale of their
@@ -246,10 +241,6 @@ def codec_named(name: str, dtype: str, part: Part) -> Codec:
     raise ValueError(f"unknown codec {name!r}")
 
 
-def _aligned(size: int) -> int:
-    return -(-size // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
-
-
 def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
     """In another dtype; what is beyond its range becomes its largest number."""
     if values.dtype == dtype:
@@ -264,5 +255,5 @@ def _planes(*planes: Tensor) -> Tensor:
     runs: list[Tensor] = []
     for index, plane in enumerate(planes):
         data = plane.contiguous().view(-1).view(torch.uint8)
-        runs.append(pad(data, (0, _aligned(len(data)) - len(data))) if index < len(planes) - 1 else data)
+        runs.append(pad(data, (0, aligned(len(data)) - len(data))) if index < len(planes) - 1 else data)
     return torch.cat(runs)

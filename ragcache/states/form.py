@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from ragcache.states.codec import Codec, Part, codec_named
+from ragcache.states.arrangement import Arrangement, decode
+from ragcache.states.codec import Codec, Part, bytes_per_token, codec_named, encoded_size
 
 
 class Form(StrEnum):
     """The states a layer's KV is rebuilt from.
 
-    `tokens`: nothing but token ids; layer 0's input is the embedding, so this is all it needs. `hidden`: the normed
+    `tokens`: nothing but token ids, for the first layers; the first one's input is the embedding. `hidden`: the normed
     hidden states that enter the layer's attention (HCache, EuroSys'25, section 3, there before the norm).
     `pre_rope_kv`: keys (after the K norm where there is one) and values before RoPE. KV after RoPE are never stored:
     they are bound to a position.
@@ -71,13 +73,13 @@ class StateFormat:
 
     def size(self, layer: int, tokens: int) -> int:
         """Bytes of a layer of a chunk."""
-        return sum(codec.size(tokens, self.layers[layer].width) for codec in self.codecs(layer))
+        return sum(encoded_size(codec, tokens, self.layers[layer].width) for codec in self.codecs(layer))
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of all layers, for one token among many."""
         return sum(
-            codec.bytes_per_token(self.layers[layer].width)
+            bytes_per_token(codec, self.layers[layer].width)
             for layer in self.stored_layers
             for codec in self.codecs(layer)
         )
@@ -87,12 +89,16 @@ class StateFormat:
         return torch.cat([codec.encode(part) for codec, part in zip(self.codecs(layer), states.unbind(), strict=True)])
 
     def decode(self, layer: int, data: Tensor, out: Tensor) -> None:
-        """Inverse of `encode`, into `out`, `[parts, tokens, width]`, whose parts are contiguous."""
+        """Inverse of `encode`, into `out`, `[parts, tokens, width]`."""
         start = 0
         for codec, part in zip(self.codecs(layer), out.unbind(), strict=True):
-            end = start + codec.size(*part.shape)
-            codec.decode(data[start:end], part)
+            end = start + encoded_size(codec, *part.shape)
+            decode(codec, data[start:end], part)
             start = end
+
+    def arrange(self, layer: int, lengths: Sequence[int]) -> Arrangement:
+        """The places of a layer of chunks of some lengths, in tokens, in one buffer."""
+        return Arrangement(self.codecs(layer), self.layers[layer].width, lengths)
 
     @property
     def stored_layers(self) -> list[int]:

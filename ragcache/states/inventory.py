@@ -95,6 +95,15 @@ class Inventory:
             for shard, folder, name, *others in rows
         ]
 
+    def formats(self, fingerprint: str) -> list[str]:
+        """Formats of the shards of a model as JSON, the latest first.
+
+        Args:
+            fingerprint: digest of the model's fingerprint.
+        """
+        query = "SELECT format FROM shards WHERE fingerprint = ? GROUP BY format ORDER BY max(id) DESC"
+        return [format for (format,) in self._rows(query, (fingerprint,))]
+
     def states(self, shard: int | None = None) -> Iterator[StatesInUse]:
         """All states in use, of one shard or of all, in the order they lie on disk.
 

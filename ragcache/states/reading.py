@@ -6,21 +6,17 @@ No memory mapping: a truncated file is then a short read, which is a miss, and n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.states.form import StateFormat
 from ragcache.states.miss import MissReason, UnusableStatesError
-from ragcache.states.records import ByteRange, StoredStates, pack_token_ids
-
-Bytes = NDArray[np.uint8]
+from ragcache.states.records import StoredStates, pack_token_ids
 
 
 class ShardFile:
@@ -51,38 +47,48 @@ class ShardFile:
         expected = pack_token_ids(token_ids)
         if states.ranges[0].length != len(expected):
             raise UnusableStatesError(MissReason.TOKEN_IDS, "the states are those of another number of tokens")
-        found = np.empty(len(expected), dtype=np.uint8)
-        self.read(states, 0, found)
-        if found.tobytes() != expected:
+        found = bytearray(len(expected))
+        self.read(states, 0, memoryview(found))
+        if found != expected:
             raise UnusableStatesError(MissReason.TOKEN_IDS, "the states are those of other tokens")
 
-    def read(self, states: StoredStates, column: int, target: Bytes) -> None:
-        """Fill `target` from a byte range of some states and check what came."""
+    def read(self, states: StoredStates, column: int, *targets: memoryview) -> None:
+        """Fill targets, one after the other, from a byte range of some states and check what came."""
         wanted = states.ranges[column]
-        if wanted.length != target.nbytes:
-            raise UnusableStatesError(
-                MissReason.CODEC, f"{_column(column)} has {wanted.length} bytes, not {target.nbytes}"
-            )
+        size = sum(target.nbytes for target in targets)
+        if wanted.length != size:
+            raise UnusableStatesError(MissReason.CODEC, f"{_column(column)} has {wanted.length} bytes, not {size}")
         with _as_unusable():
-            done = self._fill(wanted, target)
+            done = self._fill(wanted.offset, targets)
         if done != wanted.length:
             raise UnusableStatesError(
                 MissReason.TRUNCATED, f"{self.path.name} ends before {_column(column)} of the chunk"
             )
-        if self._verify and xxhash.xxh3_64_intdigest(target.data) != wanted.checksum:
+        if self._verify and _checksum(targets) != wanted.checksum:
             raise UnusableStatesError(
                 MissReason.CHECKSUM, f"{self.path.name} is damaged in {_column(column)} of the chunk"
             )
 
-    def _fill(self, wanted: ByteRange, target: Bytes) -> int:
-        """Read until `target` is full or the file ends; the number of bytes read."""
-        view, done = target.data, 0
-        while done < wanted.length:
-            count = os.preadv(self._descriptor, [view[done:]], wanted.offset + done)
+    def _fill(self, offset: int, targets: Sequence[memoryview]) -> int:
+        """Read until the targets are full or the file ends; the number of bytes read."""
+        views, done = [target for target in targets if target.nbytes], 0
+        while views:
+            count = os.preadv(self._descriptor, views, offset + done)
             if count == 0:
                 break
             done += count
+            while views and count >= views[0].nbytes:
+                count -= views.pop(0).nbytes
+            if views:
+                views[0] = views[0][count:]
         return done
+
+
+def _checksum(targets: Sequence[memoryview]) -> int:
+    digest = xxhash.xxh3_64()
+    for target in targets:
+        digest.update(target)
+    return digest.intdigest()
 
 
 def _column(column: int) -> str:
@@ -108,7 +114,7 @@ def read_states(states: StoredStates, token_ids: tuple[int, ...]) -> dict[int, T
         layers = {}
         for column, layer in enumerate(format.stored_layers, start=1):
             layers[layer] = torch.empty(format.size(layer, len(token_ids)), dtype=torch.uint8)
-            file.read(states, column, layers[layer].numpy())
+            file.read(states, column, layers[layer].numpy().data)
         return layers
     finally:
         file.close()
