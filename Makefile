@@ -2,6 +2,8 @@
 # make test         set-up and the tests
 # make torture      jobs killed at 200 points, readers beside a writer; minutes
 # make bench-smoke  the demo, and a check with a wide margin that restoring pays
+# make gpu-check    the Triton kernels on a CUDA device: right, and how fast; needs PyTorch and Triton, no set-up
+# make models       measure the families, write docs/models.md
 # make check        ruff, mypy, import-linter
 # make clean        remove what the targets made here
 
@@ -10,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test torture bench-smoke check format clean
+.PHONY: demo test torture bench-smoke models gpu-check check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
@@ -25,6 +27,15 @@ torture: $(INSTALLED)
 bench-smoke: demo
 	$(BIN)/python -c "import json; ratio = json.load(open('.demo/result.json'))['median_ratio']; \
 	print(f'median ratio {ratio:.1f}'); assert ratio > 10, 'restoring should be at least 10 times faster here'"
+
+# No set-up: machines with a GPU may have their own PyTorch and Triton.
+gpu-check:
+	@$(PYTHON) -c "import torch, triton" 2>/dev/null || \
+	{ echo "gpu-check needs PyTorch and Triton: make gpu-check PYTHON=$(BIN)/python, or another that has them"; exit 2; }
+	$(PYTHON) -m ragcache.restore.gpu_check
+
+models: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model.families_table
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
