@@ -17,22 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragcache.model.capture import prefill
-from ragcache.model.kv_cache import KVCache
+from ragcache.bench import RestoreBench
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import load_language_model
-from ragcache.restore import restorer as restorer_module
-from ragcache.restore.project import state_format, to_states
-from ragcache.restore.restorer import Placement, Restorer
+from ragcache.restore.formats import state_format
+from ragcache.restore.project import to_states
 from ragcache.settings import CodecName, StatesName, load_settings
+from ragcache.states.encoded import Encoded
 from ragcache.states.form import Form, LayerFormat, StateFormat
-from ragcache.states.key import state_key
-from ragcache.states.records import StoredStates
-from ragcache.states.shard import Container, ShardEntry, ShardOrigin, ShardWriter
 
 QUESTION_TOKENS = 20
 CHUNK_TOKENS = 512
-PREFIX = tuple(range(30))
+THREADS = 2
 FORMATS: tuple[tuple[StatesName, CodecName], ...] = (
     ("hidden", "raw"),
     ("hidden", "int8"),
@@ -57,22 +53,22 @@ def steps(model: LanguageModel, tokens: int) -> None:
     """Each step of a middle layer, and times the number of layers."""
     layer = model.decoder.layers[len(model.decoder.layers) // 2]
     hidden = torch.randn(tokens, model.decoder.hidden_size, dtype=model.dtype, device=model.device)
-    tables = model.decoder.rotary.tables(torch.arange(tokens, device=model.device))
+    tables = model.decoder.tables(torch.arange(tokens, device=model.device))[layer.index]
     keys, values = layer.project(hidden)
     cache = model.new_cache(tokens)
-    slots = cache.keys[layer.index].transpose(0, 1), cache.values[layer.index].transpose(0, 1)
+    slots = cache.keys[layer.index], cache.values[layer.index]
     times = {
         "project": milliseconds(lambda: layer.project(hidden), 30),
-        "rotate": milliseconds(lambda: model.decoder.rotary.rotate(keys, tables, out=slots[0]), 30),
-        "copy values": milliseconds(lambda: slots[1].copy_(values), 30),
+        "rotate and write": milliseconds(lambda: layer.place(keys, values, tables, *slots), 30),
     }
     for form in (Form.HIDDEN, Form.PRE_ROPE_KV):
         states = to_states(form, layer, hidden[:CHUNK_TOKENS])
         for codec in ("int8", "int4"):
             format = StateFormat(model.fingerprint.dtype, (LayerFormat(form, states.shape[2], codec),))
-            data, decoded = format.encode(0, states), torch.empty_like(states)
-            decode_ms = milliseconds(partial(format.decode, 0, data, decoded), 30)
-            times[f"decode {form} {codec}"] = decode_ms * tokens / CHUNK_TOKENS
+            count = tokens // CHUNK_TOKENS
+            encoded = format.arrange(0, [CHUNK_TOKENS] * count).loaded([format.encode(0, states)] * count)
+            targets = [torch.empty(part.rows, part.width, dtype=model.dtype) for part in encoded]
+            times[f"decode {form} {codec}"] = milliseconds(partial(_decode, encoded, targets), 30)
     print(f"\none layer, and all {len(model.decoder.layers)}")
     for name, time_ms in times.items():
         print(f"  {name:<26} {time_ms:8.2f} ms {time_ms * len(model.decoder.layers):8.1f} ms")
@@ -80,86 +76,28 @@ def steps(model: LanguageModel, tokens: int) -> None:
     print(f"  projection runs at {operations / times['project'] / 1e9:.2f} TFLOP/s")
 
 
-class Bench:
-    """Random states of some chunks in a shard, restored as a request does it."""
-
-    def __init__(self, model: LanguageModel, folder: Path, tokens: int, states: StatesName, codec: CodecName) -> None:
-        self.model = model
-        self.format = state_format(model, states, codec)
-        self.prefix = prefill(model, PREFIX)
-        chunks = [tuple(range(start, start + CHUNK_TOKENS)) for start in range(0, tokens, CHUNK_TOKENS)]
-        digest = model.fingerprint.digest
-        writer = ShardWriter(
-            folder,
-            1,
-            self.format,
-            Container.ARROW,
-            ShardOrigin("bench", model.fingerprint.to_json(), digest, PREFIX),
-        )
-        for token_ids in chunks:
-            writer.add(ShardEntry(state_key(digest, PREFIX, (), token_ids), token_ids, self._encoded(len(token_ids))))
-        shard = writer.close()
-        self.placements = [
-            Placement(
-                str(index),
-                token_ids,
-                len(PREFIX) + index * CHUNK_TOKENS,
-                StoredStates(states.key, shard.path, shard.format, states.ranges),
-            )
-            for index, (token_ids, states) in enumerate(zip(chunks, shard.states, strict=True))
-        ]
-        self.cache = self.new_cache()
-
-    def new_cache(self) -> KVCache:
-        """With room for all chunks."""
-        return self.model.new_cache(self.placements[-1].span.stop)
-
-    def restorer(self, *, verify: bool = True) -> Restorer:
-        """As the engine makes it."""
-        return Restorer(self.model, self.prefix, PREFIX, threads=2, verify=verify)
-
-    def restore(self, restorer: Restorer, cache: KVCache | None = None) -> None:
-        """One request's share."""
-        cache = cache or self.cache
-        cache.length = 0
-        cache.copy_prefix(self.prefix)
-        report = restorer.restore(self.placements, self.format, cache)
-        if report.misses:
-            raise RuntimeError(report.misses[0].detail)
-
-    def _encoded(self, tokens: int) -> dict[int, Tensor]:
-        layers = {}
-        for index in self.format.stored_layers:
-            it = self.format.layers[index]
-            states = torch.randn(len(it.form.parts), tokens, it.width).to(self.model.dtype)
-            layers[index] = self.format.encode(index, states)
-        return layers
+def _decode(encoded: list[Encoded], targets: list[Tensor]) -> None:
+    for part, target in zip(encoded, targets, strict=True):
+        part.decode(target)
 
 
 def whole_restores(model: LanguageModel, folder: Path, tokens: int) -> None:
     """Read, check, decode and place all layers, for each form and codec, with and without checksums."""
     print("\nrestore of all layers from the page cache; without comparing checksums")
     for states, codec in FORMATS:
-        bench = Bench(model, folder, tokens, states, codec)
-        with_ms, without_ms = (
-            milliseconds(partial(bench.restore, bench.restorer(verify=verify))) for verify in (True, False)
-        )
-        size = bench.format.bytes_per_token * tokens / 1e6
+        format = state_format(model, states, codec)
+        benches = [RestoreBench(model, folder, tokens, format, THREADS, verify=verify) for verify in (True, False)]
+        with_ms, without_ms = (milliseconds(it.restore) for it in benches)
+        size = benches[0].stored_bytes / 1e6
         print(f"  {states + ' ' + codec:<26} {with_ms:8.1f} ms {without_ms:8.1f} ms {size:8.1f} MB")
 
 
-def blocks_and_buffers(model: LanguageModel, folder: Path, tokens: int) -> None:
-    """Block sizes into a used buffer, and one block size into a fresh one."""
-    bench = Bench(model, folder, tokens, "hidden", "int8")
-    chosen = restorer_module.BLOCK_TOKENS
-    print("\nrestore of hidden int8, by tokens in a block")
-    for block in (tokens, 2048, 1024, 512):
-        restorer_module.BLOCK_TOKENS = block
-        time_ms = milliseconds(partial(bench.restore, bench.restorer()))
-        print(f"  {block:<26} {time_ms:8.1f} ms")
-    restorer_module.BLOCK_TOKENS = chosen
-    fresh_ms = milliseconds(lambda: bench.restore(bench.restorer(), bench.new_cache()))
-    print(f"  {f'{chosen}, fresh KV buffers':<26} {fresh_ms:8.1f} ms")
+def fresh_buffers(model: LanguageModel, folder: Path, tokens: int) -> None:
+    """Into a used KV cache, and into one whose pages have never been touched."""
+    bench = RestoreBench(model, folder, tokens, state_format(model, "hidden", "int8"), THREADS)
+    print("\nrestore of hidden int8")
+    print(f"  {'used KV buffers':<26} {milliseconds(bench.restore):8.1f} ms")
+    print(f"  {'fresh KV buffers':<26} {milliseconds(lambda: bench.restore(bench.new_cache())):8.1f} ms")
 
 
 def question_attention(model: LanguageModel, tokens: int) -> None:
@@ -202,7 +140,7 @@ def main() -> None:
     steps(model, arguments.tokens)
     with tempfile.TemporaryDirectory() as folder:
         whole_restores(model, Path(folder), arguments.tokens)
-        blocks_and_buffers(model, Path(folder), arguments.tokens)
+        fresh_buffers(model, Path(folder), arguments.tokens)
     question_attention(model, arguments.tokens)
 
 

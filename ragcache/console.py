@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -107,11 +108,14 @@ def reading(console: Console) -> Iterator[Callable[[int, int], None]]:
 
 
 def _quiet_libraries() -> None:
-    """Bars of other libraries would write over ours."""
-    from transformers.utils import logging
+    """Bars of other libraries would write over ours, and what torchao says of itself when it is found is no news."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
 
 
 def printable(text: str) -> str:

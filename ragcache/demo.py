@@ -82,12 +82,13 @@ def transformers_prefill(cache: RagCache, question: str) -> float:
     """Milliseconds of a plain transformers forward over the question's prompt, up to the first token."""
     import torch
 
+    from ragcache.model.certify import own_attention
     from ragcache.stream import context_chunk
 
     chunks = [context_chunk(hit) for hit in cache.retrieve(question, TOP_K)]
     token_ids = cache.model.tensor(cache.lay_out(question, chunks, MAX_TOKENS).token_ids)
     clock = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), own_attention(cache.model):
         logits = cache.model.module(input_ids=token_ids[None], use_cache=True, logits_to_keep=1).logits
         int(logits[0, -1].argmax())
     return (time.perf_counter() - clock) * 1e3

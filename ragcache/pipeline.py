@@ -31,6 +31,7 @@ from ragcache.model.loading import OnStage, load_language_model
 from ragcache.prompt.layout import Layout, lay_out
 from ragcache.prompt.template import PromptTemplate
 from ragcache.prompt.validity import check_question, check_room, is_unicode
+from ragcache.restore.choice import choose_format
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import RetrievedChunk, Retriever
 from ragcache.settings import QueryOptions, Settings, load_settings, query_options
@@ -58,7 +59,14 @@ class RagCache:
         embedder: texts to vectors.
     """
 
-    def __init__(self, path: Path, settings: Settings, model: LanguageModel, embedder: Embedder) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: Settings,
+        model: LanguageModel,
+        embedder: Embedder,
+        on_stage: OnStage = lambda _: None,
+    ) -> None:
         """Use `open` instead, which loads the models."""
         self.path = path.absolute()
         self.settings = settings
@@ -66,12 +74,14 @@ class RagCache:
         self.embedder = embedder
         self.template = PromptTemplate(model.tokenizer, settings.system_prompt)
         check_room(len(self.template.prefix), settings.chunk_tokens, model.context_window)
-        self.engine = Engine(model, self.template.prefix, settings, self._relocated)
+        store = StateStore.open(path) if StateStore.exists(path) else None
+        format = choose_format(model, settings, path, store, on_stage)
+        self.engine = Engine(model, self.template.prefix, settings, format, self._relocated)
         self._indexing = Indexing(settings, model, self.template, self.engine, embedder)
         self._store: StateStore | None = None
         self._retriever: Retriever | None = None
-        if StateStore.exists(path):
-            self._attach(StateStore.open(path))
+        if store is not None:
+            self._attach(store)
 
     @classmethod
     def open(cls, path: str | Path, *, on_stage: OnStage = lambda _: None, **settings: Any) -> RagCache:
@@ -95,12 +105,13 @@ class RagCache:
             dtype=loaded.dtype,
             device=loaded.device,
             cache_folder=loaded.cache_folder,
+            adapter=loaded.adapter,
             trust_remote_code=loaded.trust_remote_code,
             on_stage=on_stage,
         )
         on_stage(f"loading {loaded.embedding_model}")
         embedder = Embedder(loaded.embedding_model, str(model.device), loaded.cache_folder)
-        return cls(path, loaded, model, embedder)
+        return cls(path, loaded, model, embedder, on_stage)
 
     @property
     def store(self) -> StateStore:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import ragcache
 from ragcache.cli import main
 from ragcache.console import IndexingProgress, printable
 from ragcache.states.store import StateStore
+from tests.unprivileged import reachable_folder, read_only
 
 
 class Outcome(NamedTuple):
@@ -249,10 +249,24 @@ class TestBadInput:
     def test_someone_elses_folder(self, run: Run, corpus: Path) -> None:
         check_refused(run("index", corpus, "--store", corpus), "is not a ragcache store")
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-    def test_a_place_without_permission(self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]) -> None:
-        tmp_path.chmod(0o500)
-        check_refused(run("index", corpus, "--store", tmp_path / "s", *tiny), "cannot make a store")
+    def test_a_place_without_permission(
+        self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with reachable_folder() as folder:
+            place = folder / "place"
+            place.mkdir()
+            for name, path in (("corpus", corpus), ("model", tiny[1])):
+                shutil.copytree(str(path), folder / name)
+            for variable in ("RAGCACHE_CACHE_FOLDER", "LLAMA_INDEX_CACHE_DIR"):
+                monkeypatch.setenv(variable, str(folder / "cache"))
+            arguments = ("index", folder / "corpus", "--model", folder / "model", *tiny[2:])
+            # Everything is imported by then: another user may not reach the interpreter's own folder.
+            assert run(*arguments, "--store", folder / "first").code == 0
+            for path in folder.rglob("*"):
+                path.chmod(0o777)
+            with read_only(place):
+                check_refused(run(*arguments, "--store", place / "s"), "cannot make a store")
+            assert not list(place.iterdir())
 
     def test_below_a_file(self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]) -> None:
         (tmp_path / "file").touch()
@@ -266,6 +280,31 @@ class TestBadInput:
         outcome = run("index", corpus, "--store", tmp_path / "s", option, value)
         check_refused(outcome, value)
         assert not (tmp_path / "s").exists()
+
+    @pytest.mark.parametrize("command", [["index"], ["query", "x"], ["serve"], ["verify", "--repair"]])
+    def test_a_device_that_is_not_there(
+        self, run: Run, corpus: Path, store: Path, tiny: list[object], command: list[object]
+    ) -> None:
+        arguments = ["index", corpus, *tiny] if command == ["index"] else command
+        check_refused(run(*arguments, "--store", store, "--device", "cuda:99"), "device 'cuda:99' is not available")
+
+    @pytest.mark.parametrize("command", [["query", "x"], ["serve"], ["verify", "--repair"]])
+    def test_another_precision_than_the_stores(self, run: Run, store: Path, command: list[object]) -> None:
+        outcome = run(*command, "--store", store, "--dtype", "float16")
+        check_refused(outcome, "dtype float32 in the store, float16 loaded")
+
+    def test_another_adapter_than_the_stores(
+        self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object], tiny_folder: Callable[[str], Path]
+    ) -> None:
+        pytest.importorskip("peft", reason='peft is not installed: pip install "ragcache[lora]"')
+        from tests.model.test_adapters import save_adapter
+
+        adapter = save_adapter(tiny_folder("llama"), tmp_path / "adapter")
+        assert run("index", corpus, "--store", tmp_path / "s", *tiny, "--adapter", adapter).code == 0
+        assert run("query", "When?", "--store", tmp_path / "s", "--max-tokens", 2).code == 0
+        outcome = run("query", "When?", "--store", tmp_path / "s", "--adapter", "")
+        check_refused(outcome, "adapter")
+        check_refused(run("query", "x", "--store", tmp_path / "s", "--adapter", "./gone"), "'./gone' does not exist")
 
     def test_bad_query_options(self, run: Run, store: Path) -> None:
         for option, value in (("--reuse", "some"), ("--top-k", "0"), ("--temperature", "-1")):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ragcache.indexer.sources import PydocTopics
-from ragcache.model.attention import Rotary
 from ragcache.model.capture import capture_states, prefill
 from ragcache.model.forward import Segment, forward
 from ragcache.model.kv_cache import KVCache
@@ -98,6 +97,12 @@ def prompts(smollm_bfloat16: LanguageModel) -> list[Prompt]:
     return prompts
 
 
+def first_layer_input(model: LanguageModel, prefix: KVCache, prompt: Prompt) -> Tensor:
+    hidden: list[Tensor] = []
+    capture_states(model, prefix, prompt.chunks, lambda _, states: hidden.append(states.clone()), layers=1)
+    return hidden[0]
+
+
 @torch.inference_mode()
 def restored(
     model: LanguageModel, prefix: KVCache, capturer: LanguageModel, prompt: Prompt, form: Form, change: Change
@@ -117,21 +122,20 @@ def restored(
     end = start + len(token_ids)
     cache = model.new_cache(end + len(prompt.question) + len(prompt.answer) + ANSWER_TOKENS)
     cache.copy_prefix(prefix)
-    tables = model.decoder.rotary.tables(torch.arange(start, end))
+    tables = model.decoder.tables(torch.arange(start, end))
     for layer in model.decoder.layers:
         keys, values = cache.keys[layer.index][:, start:end], cache.values[layer.index][:, start:end]
         if layer.index == 0:
-            layer.restore(model.decoder.first_layer_input(token_ids), tables, keys, values)
+            layer.restore(first_layer_input(model, prefix, prompt), tables[0], keys, values)
         elif form is Form.HIDDEN:
             stored = torch.cat([change(hidden[None])[0] for hidden in prompt.hidden[layer.index]])
-            layer.restore(stored.to(model.dtype), tables, keys, values)
+            layer.restore(stored.to(model.dtype), tables[layer.index], keys, values)
         else:
             project = capturer.decoder.layers[layer.index].project
             parts = [torch.stack(project(hidden)).flatten(2) for hidden in prompt.hidden[layer.index]]
             stored = torch.cat([change(part) for part in parts], 1).to(model.dtype)
             before_rope = stored.unflatten(2, (layer.kv_heads, layer.head_dim))
-            Rotary.rotate(before_rope[0], tables, out=keys.transpose(0, 1))
-            values.transpose(0, 1).copy_(before_rope[1])
+            layer.place(before_rope[0], before_rope[1], tables[layer.index], keys, values)
     cache.length = end
     return cache
 

@@ -27,6 +27,7 @@ to_stdout = Console(highlight=False, emoji=False)
 
 Store = Annotated[Path, typer.Option("--store", help="Folder of the state store.")]
 Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file or alias (smollm2-135m).")]
+Adapter = Annotated[str | None, typer.Option(help="Hub id or local folder of a LoRA adapter for the language model.")]
 EmbeddingModel = Annotated[str | None, typer.Option(help="Hub id, local folder or alias (all-minilm-l6-v2).")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16, float32 or float16.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ragcache.cli.app import (
+    Adapter,
     AsJson,
     Device,
     Dtype,
@@ -35,6 +36,7 @@ def query(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     as_json: AsJson = False,
     model: Model = None,
+    adapter: Adapter = None,
     embedding_model: EmbeddingModel = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -43,6 +45,7 @@ def query(
     """Answer a question from a store."""
     settings = {
         "model": model,
+        "adapter": adapter,
         "embedding_model": embedding_model,
         "dtype": dtype,
         "device": device,
@@ -79,18 +82,31 @@ def serve(
     store: Store,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    model: Model = None,
+    adapter: Adapter = None,
+    embedding_model: EmbeddingModel = None,
+    dtype: Dtype = None,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = None,
 ) -> None:
     """Answer questions over REST: POST /v1/query, GET /health."""
+    settings = {
+        "model": model,
+        "adapter": adapter,
+        "embedding_model": embedding_model,
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
     StateStore.open(store)
+    load_settings(store, **settings)
 
     from ragcache.console import loading
 
     with loading(to_stderr) as on_stage:
         from ragcache.pipeline import RagCache
 
-        cache = RagCache.open(store, on_stage=on_stage, device=device, trust_remote_code=trust_remote_code)
+        cache = RagCache.open(store, on_stage=on_stage, **settings)
 
     from ragcache.server.run import run
 

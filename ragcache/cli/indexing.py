@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ragcache.cli.app import (
+    Adapter,
     Device,
     Dtype,
     EmbeddingModel,
@@ -29,6 +30,7 @@ def index(
     source: Annotated[str, typer.Argument(help="Folder of text or Markdown files, a .jsonl file, or pydoc:topics.")],
     store: Store,
     model: Model = None,
+    adapter: Adapter = None,
     embedding_model: EmbeddingModel = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -52,6 +54,7 @@ def index(
 
     settings = {
         "model": model,
+        "adapter": adapter,
         "embedding_model": embedding_model,
         "dtype": dtype,
         "device": device,

@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ragcache.cli.app import AsJson, Device, Store, TrustRemoteCode, Wait, app, remark, say, to_stderr, to_stdout
+from ragcache.cli.app import (
+    Adapter,
+    AsJson,
+    Device,
+    Dtype,
+    EmbeddingModel,
+    Model,
+    Store,
+    TrustRemoteCode,
+    Wait,
+    app,
+    remark,
+    say,
+    to_stderr,
+    to_stdout,
+)
 from ragcache.errors import SettingsError
 from ragcache.settings import Settings, load_settings
 from ragcache.states.store import StateStore
@@ -110,12 +125,25 @@ def verify(
     store: Store,
     repair: Annotated[bool, typer.Option("--repair", help="Encode and embed again what is damaged.")] = False,
     as_json: AsJson = False,
+    model: Model = None,
+    adapter: Adapter = None,
+    embedding_model: EmbeddingModel = None,
+    dtype: Dtype = None,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = None,
     wait: Wait = False,
 ) -> None:
     """Read everything in a store and name what is damaged; exit code 1 if something is."""
+    settings = {
+        "model": model,
+        "adapter": adapter,
+        "embedding_model": embedding_model,
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
     StateStore.open(store)
+    load_settings(store, **settings)
 
     from ragcache.console import loading, reading
 
@@ -123,7 +151,7 @@ def verify(
         with loading(to_stderr) as on_stage:
             from ragcache.pipeline import RagCache
 
-            cache = RagCache.open(store, on_stage=on_stage, device=device, trust_remote_code=trust_remote_code)
+            cache = RagCache.open(store, on_stage=on_stage, **settings)
         with reading(to_stderr) as progress:
             report = cache.verify(repair=True, wait=wait, progress=progress)
     else:

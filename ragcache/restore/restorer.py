@@ -1,33 +1,26 @@
 """KV of chunks, rebuilt from stored states at the positions they have in this prompt.
 
-Layer by layer: decode the states of all chunks, project them with the model's own modules, rotate the keys to their
-positions and write both into the request's KV cache, while the next layers are being read (HCache, EuroSys'25,
-section 4). A chunk whose states cannot be used is recomputed here, within the same request.
+What is decided here, before anything is read: which chunks have states that can be used, and where those are now. A
+chunk whose states cannot be used is recomputed, within the same request. The work itself is `Restoration`'s.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from ragcache.model.capture import capture_states
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
-from ragcache.restore.project import fits, to_kv, to_states
-from ragcache.restore.reader import ReadRequest, StateReader
+from ragcache.restore.formats import fits
+from ragcache.restore.placement import Placement
+from ragcache.restore.reader import ReaderPool, ReadRequest, StateReader
+from ragcache.restore.restoration import Restoration, RestoreReport, needed_chunks
+from ragcache.restore.workspace import WorkspacePool
 from ragcache.states.form import StateFormat
 from ragcache.states.key import state_key
-from ragcache.states.miss import Miss, MissReason, UnusableStatesError
+from ragcache.states.miss import Miss, MissReason
 from ragcache.states.records import StoredStates
-
-BLOCK_TOKENS = 2048
-"""Tokens decoded and projected at once, unless a single chunk has more: enough for a full-speed matrix product, and a
-bound on working memory."""
 
 Relocated = Callable[[StoredStates], StoredStates | None]
 """Where states are now that are no longer where they were; `None` when they are gone."""
@@ -35,53 +28,6 @@ Relocated = Callable[[StoredStates], StoredStates | None]
 
 def _nowhere(states: StoredStates) -> StoredStates | None:
     return None
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A chunk and where it goes.
-
-    Attributes:
-        chunk_id: for reports.
-        token_ids: the chunk's ids.
-        start: position of its first token in the prompt.
-        states: stored states, if there are any.
-        evicted: there are none because the byte budget was short.
-    """
-
-    chunk_id: str
-    token_ids: tuple[int, ...]
-    start: int
-    states: StoredStates | None
-    evicted: bool = False
-
-    @property
-    def span(self) -> slice:
-        """Slots the chunk takes in the KV cache."""
-        return slice(self.start, self.start + len(self.token_ids))
-
-
-@dataclass
-class RestoreReport:
-    """What restoring did.
-
-    Attributes:
-        restored_chunks: chunks whose KV came from stored states.
-        restored_tokens: their tokens.
-        recomputed_tokens: tokens of chunks that missed.
-        misses: chunks whose stored states were not used, and why.
-        read_ms: time spent waiting for reads that were not hidden behind computing.
-        restore_ms: decode, projection and rotation.
-        recompute_ms: encoding chunks that missed.
-    """
-
-    restored_chunks: int = 0
-    restored_tokens: int = 0
-    recomputed_tokens: int = 0
-    misses: list[Miss] = field(default_factory=list)
-    read_ms: float = 0.0
-    restore_ms: float = 0.0
-    recompute_ms: float = 0.0
 
 
 class Restorer:
@@ -103,17 +49,20 @@ class Restorer:
         self._prefix = prefix
         self._prefix_ids = prefix_ids
         self._verify = verify
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ragcache-read")
+        self._pool = ReaderPool(threads)
+        self._workspaces = WorkspacePool()
 
-    @torch.inference_mode()
-    def restore(
+    @contextmanager
+    def restoring(
         self,
         placements: Sequence[Placement],
         format: StateFormat,
         cache: KVCache,
         relocated: Relocated = _nowhere,
-    ) -> RestoreReport:
-        """Write the KV of all chunks into a cache whose slots before the first chunk are filled.
+    ) -> Iterator[Restoration]:
+        """Have the KV of all chunks written into a cache whose slots before the first chunk are filled.
+
+        Until the block ends, ask for each layer (`Restoration.complete`) before it is attended to.
 
         Args:
             placements: chunks without gaps between them, in prompt order, behind what the cache holds.
@@ -123,20 +72,31 @@ class Restorer:
             relocated: where states are now that are no longer where they were.
         """
         report = RestoreReport()
-        missed: list[Placement] = []
-        groups: dict[str, list[Placement]] = {}
-        for placement in placements:
-            if (miss := self._unusable(placement)) is not None:
-                report.misses.append(miss)
-                missed.append(placement)
-            elif placement.states is not None:
-                groups.setdefault(placement.states.format, []).append(placement)
-        for group_format, group in groups.items():
-            missed += self._restore_group(group, StateFormat.from_json(group_format), cache, report, relocated)
-        if missed:
-            self._recompute(missed, format, cache, report)
-        cache.length = max((placement.span.stop for placement in placements), default=cache.length)
-        return report
+        end = max((placement.span.stop for placement in placements), default=cache.length)
+        with (
+            self._workspaces.lend() as workspace,
+            Restoration(self._model, self._prefix, cache, report, workspace) as restoration,
+        ):
+            missed: list[tuple[Placement, StateFormat]] = []
+            usable = []
+            for placement in placements:
+                if (miss := self._unusable(placement)) is not None:
+                    report.misses.append(miss)
+                    missed.append((placement, self._format_of(placement) or format))
+                else:
+                    usable.append(placement)
+            moved = self._open(usable, end, restoration, missed, relocated)
+            self._open(moved, end, restoration, missed, _nowhere)
+            cache.length = end
+            restoration.start(missed)
+            yield restoration
+
+    def restore(
+        self, placements: Sequence[Placement], format: StateFormat, cache: KVCache, relocated: Relocated = _nowhere
+    ) -> RestoreReport:
+        """All layers at once; see `restoring`."""
+        with self.restoring(placements, format, cache, relocated) as restoration:
+            return restoration.complete_all()
 
     def _unusable(self, placement: Placement) -> Miss | None:
         """Whether states are to be passed over without reading them."""
@@ -163,151 +123,38 @@ class Restorer:
         complete = len(placement.states.ranges) == 1 + len(format.stored_layers)
         return format if complete and fits(format, self._model) else None
 
-    def _restore_group(
+    def _open(
         self,
-        group: list[Placement],
-        format: StateFormat,
-        cache: KVCache,
-        report: RestoreReport,
+        placements: Sequence[Placement],
+        end: int,
+        restoration: Restoration,
+        missed: list[tuple[Placement, StateFormat]],
         relocated: Relocated,
     ) -> list[Placement]:
-        """Restore chunks of one format; returns those whose states turned out unusable."""
-        faults = self._read_group(group, format, cache, report)
-        missed, moved = [], []
-        for index, placement in enumerate(group):
-            fault = faults.get(index)
-            if fault is None:
-                report.restored_chunks += 1
-                report.restored_tokens += len(placement.token_ids)
-                continue
-            # A compaction may have moved them since they were looked up.
-            again = relocated(placement.states) if fault.reason is MissReason.MISSING and placement.states else None
-            if again is not None:
-                moved.append(replace(placement, states=again))
-                continue
-            missed.append(placement)
-            report.misses.append(Miss(placement.chunk_id, fault.reason, fault.detail))
-        if moved:
-            missed += self._restore_group(moved, format, cache, report, _nowhere)
-        return missed
-
-    def _read_group(
-        self, group: list[Placement], format: StateFormat, cache: KVCache, report: RestoreReport
-    ) -> dict[int, UnusableStatesError]:
-        """Read chunks of one format and write their KV; faults by index of the chunk."""
-        requests = [ReadRequest(p.states, p.token_ids) for p in group if p.states is not None]
-        clock = time.perf_counter()
-        blocks = self._blocks(group)
-        for block in blocks:
-            self._write_first_layer(block, cache)
-        largest = max(block.tokens for block in blocks)
-        buffers: dict[tuple[int, int], Tensor] = {}
-        with StateReader(requests, format, self._pool, verify=self._verify) as reader:
-            report.restore_ms += _since(clock)
-            clock = time.perf_counter()
-            for layer, runs in reader.layers():
-                report.read_ms += _since(clock)
-                clock = time.perf_counter()
-                shape = (len(format.layers[layer].form.parts), format.layers[layer].width)
-                if shape not in buffers:
-                    parts, width = shape
-                    buffers[shape] = torch.empty(
-                        parts, largest, width, dtype=self._model.dtype, device=self._model.device
-                    )
-                for block in blocks:
-                    self._write_layer(layer, runs, format, block, buffers[shape], cache)
-                report.restore_ms += _since(clock)
-                clock = time.perf_counter()
-            report.read_ms += _since(clock)
-            return reader.faults
-
-    def _recompute(self, missed: list[Placement], format: StateFormat, cache: KVCache, report: RestoreReport) -> None:
-        """Encode chunks as the indexer would have and restore from that, so the answer does not depend on the miss."""
-        clock = time.perf_counter()
-        for placement in missed:
-            encoding = self._format_of(placement) or format
-            block = self._block([(0, placement)])
-
-            def receive(layer: int, hidden: Tensor, encoding: StateFormat = encoding, block: _Block = block) -> None:
-                module, form = self._model.decoder.layers[layer], encoding.layers[layer].form
-                if layer not in encoding.stored_layers:
-                    module.restore(hidden, block.tables, *block.slots_of(cache, layer))
-                    return
-                states = to_states(form, module, hidden)
-                decoded = torch.empty_like(states)
-                encoding.decode(layer, encoding.encode(layer, states), decoded)
-                to_kv(form, module, decoded, block.tables, *block.slots_of(cache, layer))
-
-            capture_states(self._model, self._prefix, [placement.token_ids], receive)
-            report.recomputed_tokens += len(placement.token_ids)
-        report.recompute_ms += _since(clock)
-
-    def _write_first_layer(self, block: _Block, cache: KVCache) -> None:
-        decoder = self._model.decoder
-        hidden = decoder.first_layer_input(self._model.tensor([i for _, it in block.chunks for i in it.token_ids]))
-        decoder.layers[0].restore(hidden, block.tables, *block.slots_of(cache, 0))
-
-    def _write_layer(
-        self, layer: int, runs: Sequence[Tensor], format: StateFormat, block: _Block, buffer: Tensor, cache: KVCache
-    ) -> None:
-        """Decode a layer of some chunks and write its KV.
-
-        Args:
-            layer: index of the layer.
-            runs: its bytes for each chunk of the group.
-            format: of the group.
-            block: which of the chunks.
-            buffer: to decode into, `[parts, at least the block's tokens, width]`.
-            cache: receives the KV.
-        """
-        end = 0
-        for index, placement in block.chunks:
-            start, end = end, end + len(placement.token_ids)
-            format.decode(layer, runs[index].to(self._model.device), buffer[:, start:end])
-        form, module = format.layers[layer].form, self._model.decoder.layers[layer]
-        to_kv(form, module, buffer[:, :end], block.tables, *block.slots_of(cache, layer))
-
-    def _blocks(self, group: Sequence[Placement]) -> list[_Block]:
-        """Join neighbouring chunks: few large matrix products instead of one for each chunk."""
-        blocks: list[list[tuple[int, Placement]]] = []
-        for index, placement in enumerate(group):
-            if blocks and blocks[-1][-1][1].span.stop == placement.start:
-                tokens = placement.span.stop - blocks[-1][0][1].start
-                if tokens <= BLOCK_TOKENS:
-                    blocks[-1].append((index, placement))
+        """Open the states of chunks; adds to `missed`, and returns those that are elsewhere by now."""
+        by_format: dict[str, list[tuple[Placement, StoredStates]]] = {}
+        for placement in placements:
+            if placement.states is not None:
+                by_format.setdefault(placement.states.format, []).append((placement, placement.states))
+        moved = []
+        for text, members in by_format.items():
+            format, chunks = StateFormat.from_json(text), [placement for placement, _ in members]
+            reader = StateReader(
+                [ReadRequest(states, placement.token_ids) for placement, states in members],
+                format,
+                needed_chunks(self._model, chunks, end),
+                self._pool,
+                self._model.device,
+                verify=self._verify,
+            )
+            restoration.add(chunks, format, reader)
+            for index, fault in reader.faults.items():
+                placement, states = members[index]
+                # A compaction may have moved them since they were looked up.
+                again = relocated(states) if fault.reason is MissReason.MISSING else None
+                if again is not None:
+                    moved.append(replace(placement, states=again))
                     continue
-            blocks.append([(index, placement)])
-        return [self._block(chunks) for chunks in blocks]
-
-    def _block(self, chunks: list[tuple[int, Placement]]) -> _Block:
-        slots = slice(chunks[0][1].start, chunks[-1][1].span.stop)
-        positions = torch.arange(slots.start, slots.stop, device=self._model.device)
-        return _Block(chunks, slots, self._model.decoder.rotary.tables(positions))
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Neighbouring chunks that are decoded and projected together.
-
-    Attributes:
-        chunks: each with its index in the group.
-        slots: where they go in the KV cache.
-        tables: cosines and sines of their positions.
-    """
-
-    chunks: list[tuple[int, Placement]]
-    slots: slice
-    tables: tuple[Tensor, Tensor]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all chunks."""
-        return sum(len(placement.token_ids) for _, placement in self.chunks)
-
-    def slots_of(self, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """Where keys and values of a layer go, each `[kv_heads, tokens, head_dim]`."""
-        return cache.keys[layer][:, self.slots], cache.values[layer][:, self.slots]
-
-
-def _since(clock: float) -> float:
-    return (time.perf_counter() - clock) * 1e3
+                missed.append((placement, format))
+                restoration.report.misses.append(Miss(placement.chunk_id, fault.reason, fault.detail))
+        return moved

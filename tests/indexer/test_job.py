@@ -233,7 +233,7 @@ def test_a_failed_later_run_leaves_the_store_as_it_was(open_tiny: OpenTiny) -> N
 
 def test_states_that_overflow_are_not_stored(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_tiny()
-    norm = cache.model.decoder.layers[1].input_norm
+    norm = cache.model.module.get_submodule("model.layers.1.input_layernorm")
     handle = norm.register_forward_hook(lambda module, arguments, output: output * float("inf"))
     try:
         with pytest.raises(EncodingError, match="layer 1"):
@@ -323,7 +323,7 @@ def test_an_encoder_keeps_chunks_apart(open_tiny: OpenTiny) -> None:
     chunks = [cache.template.chunk("", f"passage number {i} " * (i + 1)) for i in range(3)]
     together = encoder.encode(chunks)
     for chunk, states in zip(chunks, together, strict=True):
-        assert set(states) == {1, 2}
+        assert list(states) == encoder.format.stored_layers
         assert all(len(run) == encoder.format.size(layer, len(chunk)) for layer, run in states.items())
 
 

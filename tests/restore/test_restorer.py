@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,9 @@ from torch import Tensor
 from ragcache import RagCache
 from ragcache.model.certify import relative_error
 from ragcache.model.kv_cache import KVCache
-from ragcache.restore.restorer import BLOCK_TOKENS, Placement, Restorer, RestoreReport
+from ragcache.restore.placement import Placement
+from ragcache.restore.restoration import RestoreReport
+from ragcache.restore.restorer import Restorer
 from ragcache.states.key import state_key
 from ragcache.states.miss import MissReason
 from ragcache.states.records import ChunkRecord
@@ -82,11 +83,10 @@ def test_order_is_the_callers(cache: RagCache) -> None:
     check_against_reference(cache, placements, request)
 
 
-def test_more_tokens_than_a_block(cache: RagCache) -> None:
+def test_thousands_of_tokens(cache: RagCache) -> None:
     chunks = chunks_of(cache)
-    enough = BLOCK_TOKENS // min(len(chunk.token_ids) for chunk in chunks) + 2
+    enough = 2500 // min(len(chunk.token_ids) for chunk in chunks)
     placements = place(cache, [chunks[i % len(chunks)] for i in range(enough)])
-    assert placements[-1].span.stop > BLOCK_TOKENS
     request, report = restore(cache, placements)
     assert not report.misses
     check_against_reference(cache, [placements[0], placements[-1], placements[enough // 2]], request)
@@ -254,18 +254,50 @@ def test_all_chunks_bad(cache: RagCache) -> None:
     check_against_reference(cache, placements, request)
 
 
-def test_chunks_of_two_codecs_in_one_prompt(open_tiny: OpenTiny) -> None:
-    raw = open_tiny()
-    raw.index([make_document(0)], source="one")
-    int8 = open_tiny(codec="int8")
-    int8.index([make_document(1)], source="two")
-    chunks = chunks_of(int8)
-    assert {c.document_id for c in chunks} == {"doc-0", "doc-1"}
-    by_document: Any = {c.document_id: c for c in chunks}
-    placements = place(int8, [by_document["doc-1"], by_document["doc-0"], by_document["doc-1"]])
-    request, report = restore(int8, placements)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_chunks_of_several_formats_in_one_prompt(open_tiny: OpenTiny, order: tuple[int, ...]) -> None:
+    """They are read at the same time, into the memory of one request."""
+    kinds = [
+        ("hidden", "raw", 1e-4),
+        ("hidden", "int8", 3e-2),
+        ("pre-rope-kv", "int8", 3e-2),
+        ("pre-rope-kv", "int4", 0.2),
+    ]
+    for number, (states, codec, _) in enumerate(kinds):
+        cache = open_tiny(states=states, codec=codec)
+        cache.index([make_document(number)], source=f"source {number}")
+    chunks = chunks_of(cache)
+    by_document = {int(chunk.document_id.removeprefix("doc-")): chunk for chunk in chunks}
+    assert len({chunk.states.format for chunk in chunks if chunk.states}) == len(kinds)
+    numbers = [*order, *order]
+    placements = place(cache, [by_document[number] for number in numbers])
+    request, report = restore(cache, placements)
     assert not report.misses
-    for placement, tolerance in zip(placements, (2e-2, 1e-4, 2e-2), strict=True):
-        for layer, (keys, values) in enumerate(reference(int8, placement)):
-            assert relative_error(request.keys[layer][:, placement.span], keys) < tolerance
-            assert relative_error(request.values[layer][:, placement.span], values) < tolerance
+    for number, placement in zip(numbers, placements, strict=True):
+        for layer, (keys, values) in enumerate(reference(cache, placement)):
+            assert relative_error(request.keys[layer][:, placement.span], keys) < kinds[number][2]
+            assert relative_error(request.values[layer][:, placement.span], values) < kinds[number][2]
+
+
+def test_chunks_that_have_moved_meanwhile(open_tiny: OpenTiny, tmp_path: Path) -> None:
+    """They are found at their new place, and read beside those that have not moved, into memory of their own."""
+    cache = open_tiny()
+    cache.index([make_document(number) for number in range(3)])
+    sound = place(cache, chunks_of(cache)[:8])
+    moved = {}
+    placements = []
+    for index, placement in enumerate(sound):
+        assert placement.states is not None
+        if index % 2:
+            gone = replace(placement.states, shard=tmp_path / f"gone-{index}.arrow")
+            moved[gone.shard] = placement.states
+            placement = replace(placement, states=gone)
+        placements.append(placement)
+    request = cache.model.new_cache(placements[-1].span.stop)
+    request.copy_prefix(cache.engine.prefix)
+    restorer = Restorer(cache.model, cache.engine.prefix, cache.template.prefix, threads=2)
+    for _ in range(3):
+        report = restorer.restore(placements, cache.engine.format, request, lambda states: moved.get(states.shard))
+        assert not report.misses
+        assert report.restored_chunks == len(placements)
+        check_against_reference(cache, placements, request)
