@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
 import ragcache
 from ragcache.cli import main
 from ragcache.console import IndexingProgress, printable
+from ragcache.model.resolve import resolve
 from ragcache.states.store import StateStore
 from tests.unprivileged import reachable_folder, read_only
 
@@ -255,11 +256,13 @@ class TestBadInput:
         with reachable_folder() as folder:
             place = folder / "place"
             place.mkdir()
-            for name, path in (("corpus", corpus), ("model", tiny[1])):
+            # The other user may reach neither this one's packages nor its home.
+            for name, path in (("corpus", corpus), ("model", tiny[1]), ("embedder", resolve("all-minilm-l6-v2"))):
                 shutil.copytree(str(path), folder / name)
             for variable in ("RAGCACHE_CACHE_FOLDER", "LLAMA_INDEX_CACHE_DIR"):
                 monkeypatch.setenv(variable, str(folder / "cache"))
-            arguments = ("index", folder / "corpus", "--model", folder / "model", *tiny[2:])
+            models = ("--model", folder / "model", "--embedding-model", folder / "embedder")
+            arguments = ("index", folder / "corpus", *models, *tiny[2:])
             # Everything is imported by then: another user may not reach the interpreter's own folder.
             assert run(*arguments, "--store", folder / "first").code == 0
             for path in folder.rglob("*"):
