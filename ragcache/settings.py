@@ -9,12 +9,13 @@ import logging
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from platformdirs import user_cache_path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -36,6 +37,35 @@ Reuse = Literal["composed", "exact", "none"]
 only where they equal a full prefill's. `none`: a plain prefill, stored states are not touched.
 """
 
+EncodingName = Literal["alone", "context"]
+"""What a chunk was encoded after.
+
+`alone`: the prompt's prefix only, so it is exact where the chunk stands first. `context`: the prefix and real text, much
+as stands before it in a prompt; only the chunk's own states are kept.
+"""
+
+ContextName = Literal["document", "neighbours"]
+"""What text a `context` encoding comes after.
+
+`document`: the document's own preceding text, filled up with the most similar chunks of the corpus. `neighbours`: those
+alone.
+"""
+
+Order = Literal["conditioned", "score", "score-last", "document", "given"]
+"""How chunks stand in the prompt.
+
+`conditioned`: first one that is exact there, then each after what it was encoded with, as far as scores allow. `score`:
+the best first. `score-last`: the best next to the question. `document`: as in their documents. `given`: as they come.
+"""
+
+Repair = Literal["off", "query", "boundary", "deviation"]
+"""Which of the chunks' tokens are computed again with everything before them in view.
+
+`query`: those that the question attends to most (FusionRAG, arXiv 2601.12904, section 3.2). `boundary`: the first ones of
+each chunk (EPIC, arXiv 2410.15332). `deviation`: those whose values at the second layer change most (CacheBlend,
+arXiv 2405.16444, section 4.3).
+"""
+
 StatesName = Literal["auto", "hidden", "pre-rope-kv"]
 """What is stored of a chunk; `auto` plans for each layer what is restored fastest on this machine."""
 
@@ -51,11 +81,25 @@ class QueryOptions(BaseModel):
 
     top_k: int = Field(4, ge=1, description="Chunks retrieved for a question")
     reuse: Reuse = Field("composed", description="How stored states serve a query")
+    encodings: Annotated[tuple[EncodingName, ...], NoDecode] = Field(
+        ("alone",), min_length=1, description="What chunks are encoded after: alone, context"
+    )
+    order: Order = Field("score", description="How chunks stand in the prompt")
+    repair: Repair = Field("off", description="Which tokens of chunks are computed again with all before them in view")
+    repair_ratio: float = Field(0.15, ge=0.0, le=1.0, description="Share of the chunks' tokens that is repaired")
+    repair_ms: float | None = Field(None, gt=0, description="Time for repair; takes the place of the ratio")
     max_tokens: int = Field(256, ge=1, description="Longest answer, in tokens")
     temperature: float = Field(0.0, ge=0.0, description="0 takes the most probable token each time")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Draw from the smallest set of tokens of this probability")
     seed: int | None = Field(None, ge=0, lt=2**63, description="Makes drawing repeatable")
     stop: tuple[str, ...] = Field((), description="Texts that end the answer; they are not part of it")
+
+    @field_validator("encodings", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """Names may also come in one text, with commas between them."""
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        return tuple(dict.fromkeys(names)) if isinstance(names, list | tuple) else names
 
     @field_validator("*")
     @classmethod
@@ -82,6 +126,8 @@ class Settings(BaseSettings, QueryOptions):
     )
     chunk_tokens: int = Field(512, ge=32, description="Largest chunk in the language model's tokens, header included")
     chunk_overlap: int = Field(0, ge=0, description="Tokens that neighbouring chunks share")
+    context: ContextName = Field("document", description="Text that a context encoding comes after")
+    context_tokens: int = Field(512, ge=1, description="Length of that text, in tokens")
     system_prompt: str = Field(DEFAULT_SYSTEM_PROMPT, description="Start of every prompt; states depend on it")
 
     # How the machine is used.
@@ -93,6 +139,8 @@ class Settings(BaseSettings, QueryOptions):
     state_folders: tuple[Path, ...] = Field((), description="Where shards go, in turn; one folder on each disk")
     budget_megabytes: int = Field(0, ge=0, description="Most that all shards together may take; 0 is without limit")
     free_megabytes: int = Field(1024, ge=0, description="What stays free on the disks of the shards")
+    sequence_megabytes: int = Field(0, ge=0, description="Memory for prompts whose exact KV are remembered")
+    canary_rate: float = Field(0.0, ge=0.0, le=1.0, description="Share of answers compared with a full prefill's")
     verify_checksums: bool = Field(True, description="Compare the checksum of all states that are read")
     reader_threads: int = Field(2, ge=1, description="Threads that read states from disk")
     cache_folder: Path = Field(
@@ -116,6 +164,12 @@ STORED_SETTINGS = (
     "codec",
     "chunk_tokens",
     "chunk_overlap",
+    "encodings",
+    "order",
+    "repair",
+    "repair_ratio",
+    "context",
+    "context_tokens",
     "system_prompt",
     "shard_format",
     "state_folders",

@@ -41,6 +41,10 @@ def test_a_store_keeps_what_its_content_depends_on(tmp_path: Path) -> None:
         ("reuse", "some"),
         ("top_p", 0),
         ("dtype", "int8"),
+        ("order", "random"),
+        ("repair", "some"),
+        ("repair_ratio", 1.5),
+        ("repair_ms", 0),
     ],
 )
 def test_bad_values_are_named(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +54,18 @@ def test_bad_values_are_named(name: str, value: object, monkeypatch: pytest.Monk
     monkeypatch.setenv(f"RAGCACHE_{name.upper()}", str(value))
     with pytest.raises(SettingsError, match=name):
         load_settings()
+
+
+def test_encodings_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGCACHE_ENCODINGS", "context, alone")
+    assert load_settings().encodings == ("context", "alone")
+    assert load_settings(encodings=["alone", "alone"]).encodings == ("alone",)
+    write(tmp_path, encodings="alone,context")
+    monkeypatch.delenv("RAGCACHE_ENCODINGS")
+    assert load_settings(tmp_path).encodings == ("alone", "context")
+    for wrong in ("alone,together", "", [], 3):
+        with pytest.raises(SettingsError, match="encodings"):
+            load_settings(encodings=wrong)
 
 
 def test_unknown_settings() -> None:
