@@ -40,8 +40,8 @@ only where they equal a full prefill's. `none`: a plain prefill, stored states a
 EncodingName = Literal["alone", "context"]
 """What a chunk was encoded after.
 
-`alone`: the prompt's prefix only, so it is exact where the chunk stands first. `context`: the prefix and real text, much
-as stands before it in a prompt; only the chunk's own states are kept.
+`alone`: the prompt's prefix only, so it is exact where the chunk stands first. `context`: the prefix and real text, as
+much as stands before it in a prompt; only the chunk's own states are kept.
 """
 
 ContextName = Literal["document", "neighbours"]
@@ -61,8 +61,8 @@ the best first. `score-last`: the best next to the question. `document`: as in t
 Repair = Literal["off", "query", "boundary", "deviation"]
 """Which of the chunks' tokens are computed again with everything before them in view.
 
-`query`: those that the question attends to most (FusionRAG, arXiv 2601.12904, section 3.2). `boundary`: the first ones of
-each chunk (EPIC, arXiv 2410.15332). `deviation`: those whose values at the second layer change most (CacheBlend,
+`query`: those that the question attends to most (FusionRAG, arXiv 2601.12904, section 3.2). `boundary`: the first ones
+of each chunk (EPIC, arXiv 2410.15332). `deviation`: those whose values at the second layer change most (CacheBlend,
 arXiv 2405.16444, section 4.3).
 """
 
