@@ -53,16 +53,18 @@ def capture_states(
     chunks: Sequence[Sequence[int]],
     receive: Capture,
     *,
+    contexts: Sequence[Sequence[int]] = (),
     layers: int | None = None,
 ) -> None:
-    """Encode chunks, each after the prefix and apart from the others, in one forward pass.
+    """Encode chunks, each after the prefix and its context and apart from the others, in one forward pass.
 
     Args:
         model: the model to run.
         prefix: KV cache of what precedes each chunk.
         chunks: token ids of each chunk; none of them empty.
         receive: called once per layer, in order, with the hidden states of all chunks one after the other,
-            `[tokens of all chunks, hidden_size]`. Valid only during the call.
+            `[tokens of all chunks, hidden_size]`, contexts left out. Valid only during the call.
+        contexts: token ids that stand between the prefix and each chunk; none by default.
         layers: of how many of the model's first layers; all by default. Of the first one alone no layer is run, its
             input being little more than the embedding.
 
@@ -76,16 +78,27 @@ def capture_states(
                 f"layer {layer} of {model.name} gives NaN or infinity in {model.fingerprint.dtype}; "
                 "use another dtype (--dtype bfloat16 or float32)"
             )
-        receive(layer, hidden)
+        receive(layer, hidden if kept is None else hidden[kept])
 
     layers = len(model.decoder.layers) if layers is None else layers
     # The last layer only receives its input; nothing is written to its cache.
     run = slice(layers - 1)
     past = KVCache(prefix.keys[run], prefix.values[run], prefix.length)
     segments = []
-    for token_ids in chunks:
-        capacity = prefix.length + len(token_ids)
-        cache = KVCache.allocate(model.decoder.layers[run], capacity, model.dtype, model.device)
+    for context, chunk in zip(contexts or [()] * len(chunks), chunks, strict=True):
+        token_ids = [*context, *chunk]
+        cache = KVCache.allocate(model.decoder.layers[run], prefix.length + len(token_ids), model.dtype, model.device)
         cache.copy_prefix(past)
-        segments.append(Segment(model.tensor(list(token_ids)), cache))
+        segments.append(Segment(model.tensor(token_ids), cache))
+    kept = _chunks_alone(contexts, chunks, model.device) if any(contexts) else None
     run_layers(model, segments, checked, layers)
+
+
+def _chunks_alone(contexts: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Where the chunks' own tokens lie in the row of all contexts and chunks, `[tokens of all chunks]`."""
+    kept, start = [], 0
+    for context, chunk in zip(contexts, chunks, strict=True):
+        start += len(context)
+        kept.append(torch.arange(start, start + len(chunk), device=device))
+        start += len(chunk)
+    return torch.cat(kept)

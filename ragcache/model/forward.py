@@ -2,7 +2,8 @@
 
 The new tokens of one or several sequences lie in one row, so the linear layers see a single large matrix and
 nothing is padded. Each sequence's keys and values go into its own `KVCache`, and its queries attend to that
-alone. Encoding chunks at index time, prefilling a question and decoding are all calls of `forward`.
+alone. Encoding chunks at index time, prefilling a question, computing tokens amid a prompt again and decoding are all
+calls of `forward`.
 
 transformers is told through three of its own doors: a `Cache` whose `update` writes into the sequences' buffers,
 an attention function (`ragcache.model.packed_attention`), and a 4-dimensional attention mask that makes its mask
@@ -23,9 +24,10 @@ from torch import Tensor
 from transformers import Cache
 
 from ragcache.errors import UnsupportedModelError
+from ragcache.model.attention_mass import AttentionMass
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
-from ragcache.model.packed_attention import CausalMasks
+from ragcache.model.masks import CausalMasks, Positions, as_positions, to_tensor
 
 CUT_OFF = "a model whose layers do not hand keyword arguments on to their attention is not supported"
 
@@ -39,18 +41,30 @@ class EnoughLayersError(Exception):
 
 @dataclass(frozen=True)
 class Segment:
-    """New tokens of one sequence, to be appended to its cache.
+    """New tokens of one sequence.
 
     Attributes:
         token_ids: `[tokens]`.
-        cache: the sequence's cache; the new tokens take the positions from `cache.length` on.
-        before_layer: called with a layer's index before the new tokens attend to the cache there, so that its past may
-            come into being layer by layer.
+        cache: the sequence's cache.
+        before_layer: called with a layer's index before the new tokens are written to the cache there and attend to
+            it, so that its past may come into being layer by layer.
+        slots: positions of the new tokens, ascending. What the cache holds there is replaced; those behind its length
+            leave no gap. `None` for the positions from `cache.length` on.
+        mass: gathers how much the new tokens attend to each slot.
     """
 
     token_ids: Tensor
     cache: KVCache
     before_layer: Callable[[int], None] | None = None
+    slots: tuple[int, ...] | None = None
+    mass: AttentionMass | None = None
+
+    @property
+    def positions(self) -> Positions:
+        """Of the new tokens, as long as the pass has not made the cache longer."""
+        if self.slots is not None:
+            return as_positions(self.slots)
+        return range(self.cache.length, self.cache.length + len(self.token_ids))
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,11 @@ class PackedBatch:
     def masks(self) -> CausalMasks:
         """Of its attention."""
         return CausalMasks()
+
+    @cached_property
+    def positions(self) -> list[Tensor]:
+        """Of each segment's tokens, `[tokens]`."""
+        return [to_tensor(segment.positions, segment.token_ids.device) for segment in self.segments]
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -102,19 +121,24 @@ class PackedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values `[1, kv_heads, tokens, head_dim]` of one layer behind each segment's past."""
-        for segment, span in zip(self.batch.segments, self.batch.spans, strict=True):
+        """Write keys and values `[1, kv_heads, tokens, head_dim]` of one layer to each segment's slots."""
+        batch = self.batch
+        for segment, span, slots in zip(batch.segments, batch.spans, batch.positions, strict=True):
             if segment.before_layer is not None:
                 segment.before_layer(layer_idx)
-            slots = slice(segment.cache.length, segment.cache.length + span.stop - span.start)
-            segment.cache.keys[layer_idx][:, slots] = key_states[0, :, span]
-            segment.cache.values[layer_idx][:, slots] = value_states[0, :, span]
+            keys, values, positions = segment.cache.keys[layer_idx], segment.cache.values[layer_idx], segment.positions
+            if isinstance(positions, range):
+                keys[:, positions.start : positions.stop] = key_states[0, :, span]
+                values[:, positions.start : positions.stop] = value_states[0, :, span]
+            else:
+                keys.index_copy_(1, slots, key_states[0, :, span])
+                values.index_copy_(1, slots, value_states[0, :, span])
         return key_states, value_states
 
 
 @torch.inference_mode()
 def forward(model: LanguageModel, segments: Sequence[Segment], capture: Capture | None = None) -> Tensor:
-    """Run new tokens through the model and append them to their sequences' caches.
+    """Run new tokens through the model; their keys and values go to their sequences' caches.
 
     Args:
         model: the model to run.
@@ -126,7 +150,7 @@ def forward(model: LanguageModel, segments: Sequence[Segment], capture: Capture 
     """
     logits = _run(model, PackedBatch(segments, _windows(model), capture))
     for segment in segments:
-        segment.cache.length += len(segment.token_ids)
+        segment.cache.length = max(segment.cache.length, segment.positions[-1] + 1)
     return logits
 
 
@@ -152,17 +176,35 @@ def run_layers(model: LanguageModel, segments: Sequence[Segment], capture: Captu
     raise UnsupportedModelError(CUT_OFF)
 
 
-def _run(model: LanguageModel, batch: PackedBatch) -> Tensor:
+@torch.inference_mode()
+def all_logits(model: LanguageModel, segment: Segment) -> Tensor:
+    """Run new tokens through the model and append them to their sequence's cache, as `forward` does.
+
+    Args:
+        model: the model to run.
+        segment: not empty, with room left in its cache.
+
+    Returns:
+        Logits after every one of the tokens, `[tokens, vocabulary]`, float32.
+    """
+    batch = PackedBatch([segment], _windows(model))
+    logits = _run(model, batch, torch.arange(len(segment.token_ids), device=model.device))
+    segment.cache.length += len(segment.token_ids)
+    return logits
+
+
+def _run(model: LanguageModel, batch: PackedBatch, logits_of: Tensor | None = None) -> Tensor:
+    """Run a batch; logits after those tokens of the row, or after the last one of each segment."""
     segments = batch.segments
-    positions = [torch.arange(s.cache.length, s.cache.length + len(s.token_ids), device=model.device) for s in segments]
-    last = torch.tensor([span.stop - 1 for span in batch.spans], device=model.device)
+    if logits_of is None:
+        logits_of = torch.tensor([span.stop - 1 for span in batch.spans], device=model.device)
     output = model.module(
         input_ids=torch.cat([segment.token_ids for segment in segments])[None],
-        position_ids=torch.cat(positions)[None],
+        position_ids=torch.cat(batch.positions)[None],
         attention_mask=torch.empty(1, 1, 1, 1, device=model.device),
         cache=PackedCache(batch),
         use_cache=True,
-        logits_to_keep=last,
+        logits_to_keep=logits_of,
         packed=batch,
     )
     logits: Tensor = output.logits[0].float()

@@ -17,14 +17,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ragcache.errors import UnsupportedModelError
+from ragcache.model.attention_mass import AttentionMass
+from ragcache.model.masks import CausalMasks, Positions
 
 if TYPE_CHECKING:
     from ragcache.model.forward import PackedBatch
 
 ATTENTION_NAME = "ragcache"
 
-QUERY_BLOCK = 256
-"""Queries that attend at once where a mask is needed; bounds the mask and skips most of what it would hide."""
+LEAST_QUERIES, QUERY_BLOCK = 128, 512
+"""Bounds of how many queries attend at once where a mask is needed: few masks, and little in them that is hidden."""
+
+QUERY_ROWS = 1024
+"""Rows that the heads of these make together, within the bounds: what a CPU's kernel divides evenly among threads."""
 
 ARGUMENTS_WITHOUT_EFFECT = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
@@ -81,15 +86,19 @@ def packed_attention(
         )
     attended = torch.empty_like(query)
     for segment, span in zip(packed.segments, packed.spans, strict=True):
-        end = segment.cache.length + span.stop - span.start
+        positions = segment.positions
+        end = positions[-1] + 1
+        observed = segment.mass is not None and layer >= segment.mass.first_layer
         attended[0, :, span] = _attend(
             query[0, :, span],
             segment.cache.keys[layer][:, :end],
             segment.cache.values[layer][:, :end],
+            positions,
             scaling,
             packed.windows[layer],
             softcap,
             packed.masks,
+            segment.mass if observed else None,
         )
     return attended.transpose(1, 2), None
 
@@ -105,28 +114,32 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    positions: Positions,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
     masks: CausalMasks,
+    mass: AttentionMass | None,
 ) -> Tensor:
-    """Causal attention of a sequence's newest tokens to all of it.
+    """Causal attention of some tokens of a sequence to all of it up to the last of them.
 
     Args:
         query: `[heads, new, head_dim]`.
-        keys: `[kv_heads, total, head_dim]`, the new tokens' keys last.
+        keys: `[kv_heads, total, head_dim]`, the tokens' own among them.
         values: as `keys`.
+        positions: of the queries; the last is `total - 1`.
         scaling: factor on the scores.
         window: number of latest positions that a query sees.
         softcap: bound on the scores.
         masks: of this forward pass.
+        mass: gathers what is attended to.
 
     Returns:
         `[heads, new, head_dim]`.
     """
     heads, new, head_dim = query.shape
     kv_heads, total, _ = keys.shape
-    if new == total and (window is None or window >= total) and softcap is None:
+    if new == total and (window is None or window >= total) and softcap is None and mass is None:
         return scaled_dot_product_attention(
             query[None], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )[0]
@@ -134,21 +147,22 @@ def _attend(
     # never repeated.
     group = heads // kv_heads
     out = torch.empty_like(query)
-    for block in range(0, new, QUERY_BLOCK):
-        rows = query[:, block : block + QUERY_BLOCK]
-        first = total - new + block
-        last = first + rows.shape[1] - 1
-        low = 0 if window is None else max(0, first - window + 1)
-        mask = None if first == last else masks.get(first, last, low, window, group, query, keep=new <= QUERY_BLOCK)
-        arguments = (
-            rows.reshape(kv_heads, -1, head_dim),
-            keys[:, low : last + 1],
-            values[:, low : last + 1],
-            mask,
-            scaling,
-        )
-        attended = _plain_attention(*arguments) if softcap is None else _capped_attention(*arguments, softcap)
-        out[:, block : block + QUERY_BLOCK] = attended.view(heads, -1, head_dim)
+    size = max(LEAST_QUERIES, min(QUERY_BLOCK, QUERY_ROWS // group))
+    for start in range(0, new, size):
+        block = slice(start, start + size)
+        at = positions[block]
+        low = 0 if window is None else max(0, at[0] - window + 1)
+        seen = slice(low, at[-1] + 1)
+        mask = None if len(at) == 1 else masks.get(at, low, window, group, query)
+        rows = query[:, block].reshape(kv_heads, -1, head_dim)
+        if softcap is None and mass is None:
+            attended = _plain_attention(rows, keys[:, seen], values[:, seen], mask, scaling)
+        else:
+            probabilities = _probabilities(rows, keys[:, seen], mask, scaling, softcap)
+            if mass is not None:
+                mass.add(probabilities, low)
+            attended = probabilities.to(query.dtype) @ values[:, seen]
+        out[:, block] = attended.view(heads, -1, head_dim)
     return out
 
 
@@ -156,60 +170,20 @@ def _plain_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
     return scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask, scale=scaling)[0]
 
 
-def _capped_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+def _probabilities(
+    query: Tensor, keys: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """Attention whose scores are bent into (-softcap, softcap) by a tanh, which SDPA cannot do.
+    """Attention before the values, `[kv_heads, rows, keys]`, float32, where SDPA does not do or does not tell.
 
-    In the order and precision of transformers' own `eager` (Gemma 2, arXiv 2408.00118, section 2).
+    In the order and precision of transformers' own `eager`. With a softcap scores are bent into (-softcap, softcap) by
+    a tanh (Gemma 2, arXiv 2408.00118, section 2).
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.tanh(query @ keys.transpose(1, 2) * scale / softcap) * softcap
+    scores = query @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
-
-
-class CausalMasks:
-    """Which positions each query may see: 0 where it may, else minus infinity, to be added to its scores.
-
-    The layers of a forward pass share those of short segments, so these are made once. Those of long ones would
-    together take more memory than the KV cache.
-    """
-
-    def __init__(self) -> None:
-        self._masks: dict[tuple[int, int, int, int | None, int], Tensor] = {}
-
-    def get(
-        self, first: int, last: int, low: int, window: int | None, group: int, query: Tensor, *, keep: bool
-    ) -> Tensor:
-        """For queries at the positions first..last and keys at low..last.
-
-        Args:
-            first: position of the first query.
-            last: position of the last query.
-            low: position of the first key.
-            window: number of latest positions that a query sees.
-            group: how many query heads lie one behind the other.
-            query: of the dtype and on the device that the mask is needed in.
-            keep: for the other layers.
-
-        Returns:
-            `[group * queries, keys]`.
-        """
-        key = (first, last, low, window, group)
-        if key in self._masks:
-            return self._masks[key]
-        queries = torch.arange(first, last + 1, device=query.device)[:, None]
-        keys = torch.arange(low, last + 1, device=query.device)[None]
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        visible = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-        mask = visible.masked_fill_(hidden, -torch.inf).repeat(group, 1)
-        if keep:
-            self._masks[key] = mask
-        return mask
+    return scores.softmax(-1, dtype=torch.float32)
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -195,7 +195,7 @@ class TestIdentity:
         tmp_path: Path,
     ) -> None:
         models = [tiny_model("llama"), load(make_adapter("one")), load(make_adapter("other", seed=1))]
-        keys = {state_key(model.fingerprint.digest, (1,), (), (2, 3)) for model in models}
+        keys = {state_key(model.fingerprint.digest, (1,), "", (2, 3)) for model in models}
         assert len(keys) == 3
         settings = load_settings(model=str(base), dtype="float32", codec="raw", chunk_tokens=64, max_tokens=8)
         for number, model in enumerate(models):
