@@ -19,6 +19,7 @@ from ragcache.settings import load_settings
 from ragcache.states.folders import shard_files
 from ragcache.states.store import StateStore
 from tests.conftest import make_document
+from tests.encodings import states_of
 
 OpenTiny = Callable[..., RagCache]
 DOCUMENTS = [make_document(number) for number in range(3)]
@@ -345,7 +346,7 @@ class TestBudget:
         cache.store.usage.advance_clock(10.0**12)
         report = cache.index([make_document(number) for number in range(100, 130)], source="others")
         kept = sum(
-            len(chunk.token_ids) for chunks in cache.store.catalog.all_chunks() for chunk in chunks if chunk.states
+            len(chunk.token_ids) for chunks in cache.store.catalog.all_chunks() for chunk in chunks if states_of(chunk)
         )
         assert 0 < report.encoded_tokens <= 1.2 * kept
         assert cache.stats().shard_bytes <= 2**20

@@ -43,19 +43,24 @@ def choose_format(
         ProfileError: the machine cannot be measured.
         StoreError: the store's catalog cannot be read.
     """
-    choices = candidates(model, settings.states, settings.codec, model.device.type)
-    if store is not None and (present := present_format(model, settings.states, settings.codec, store)) is not None:
-        return present
+    in_context = "context" in settings.encodings
+    choices = candidates(model, settings.states, settings.codec, model.device.type, in_context=in_context)
+    if store is not None:
+        present = present_format(model, settings.states, settings.codec, store, in_context=in_context)
+        if present is not None:
+            return present
     profile = None
     if any(len(layer) > 1 for layer in choices):
         profile = settings_profile(model, settings, path, on_stage=on_stage).profile
-    return state_format(model, settings.states, settings.codec, profile)
+    return state_format(model, settings.states, settings.codec, profile, in_context=in_context)
 
 
-def present_format(model: LanguageModel, states: StatesName, codec: CodecName, store: StateStore) -> StateFormat | None:
+def present_format(
+    model: LanguageModel, states: StatesName, codec: CodecName, store: StateStore, *, in_context: bool = False
+) -> StateFormat | None:
     """The latest of a store's formats that would be chosen for these settings, on a CPU or on a GPU."""
     # The candidates on a CPU are among those on a GPU. What is stored of the first layer depends on more than settings.
-    _, *choices = candidates(model, states, codec, "cuda")
+    _, *choices = candidates(model, states, codec, "cuda", in_context=in_context)
     first = every_form(model, codec)[0].values()
     for format in _formats(model, store):
         if len(format.layers) == 1 + len(choices) and all(map(contains, [first, *choices], format.layers)):

@@ -18,7 +18,12 @@ PLANNED_CHUNK_TOKENS = 512
 
 
 def state_format(
-    model: LanguageModel, states: StatesName, codec: CodecName, profile: Profile | None = None
+    model: LanguageModel,
+    states: StatesName,
+    codec: CodecName,
+    profile: Profile | None = None,
+    *,
+    in_context: bool = False,
 ) -> StateFormat:
     """How a model's states are stored.
 
@@ -27,11 +32,13 @@ def state_format(
         states: the form; `auto` plans it (`ragcache.restore.plan`).
         codec: of all layers.
         profile: rates of the machine; needed for `auto` where `candidates` leaves a choice.
+        in_context: see `candidates`.
 
     Raises:
         ProfileError: there is a choice and no profile.
     """
-    choices = candidates(model, states, codec, profile.device if profile else model.device.type)
+    device = profile.device if profile else model.device.type
+    choices = candidates(model, states, codec, device, in_context=in_context)
     if any(len(layer) > 1 for layer in choices):
         if profile is None:
             raise ProfileError(f"planning the states of {model.name} needs the rates of this machine")
@@ -41,7 +48,9 @@ def state_format(
     return StateFormat(model.fingerprint.dtype, tuple(layer[0] for layer in choices))
 
 
-def candidates(model: LanguageModel, states: StatesName, codec: CodecName, device: str) -> list[list[LayerFormat]]:
+def candidates(
+    model: LanguageModel, states: StatesName, codec: CodecName, device: str, *, in_context: bool = False
+) -> list[list[LayerFormat]]:
     """The ways in which each layer may be stored, without those that another one beats on every machine.
 
     The first layer's input is little more than the embedding, so of hidden states there is nothing to store. Its keys
@@ -59,6 +68,8 @@ def candidates(model: LanguageModel, states: StatesName, codec: CodecName, devic
         states: the form that was asked for.
         codec: of all layers.
         device: type of the device that restores, `cpu` or `cuda`.
+        in_context: chunks are encoded after real text too, which is not there when a layer is recomputed from the
+            chunk's tokens; only of the first layer's input tokens are all there is to know.
     """
     first, *others = every_form(model, codec)
     if states != "auto":
@@ -67,7 +78,7 @@ def candidates(model: LanguageModel, states: StatesName, codec: CodecName, devic
     choices = []
     for formats in others:
         sizes = {form: StateFormat(model.fingerprint.dtype, (it,)).bytes_per_token for form, it in formats.items()}
-        if device == "cpu" or formats is others[-1]:
+        if device == "cpu" or in_context or formats is others[-1]:
             del formats[Form.TOKENS]
         if sizes[Form.PRE_ROPE_KV] <= sizes[Form.HIDDEN]:
             del formats[Form.HIDDEN]

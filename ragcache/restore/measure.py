@@ -131,7 +131,7 @@ def measure_profile(model: LanguageModel, folders: Sequence[Path], codec: str, t
         placement_rate=_placement_rate(model, codec),
         codec=codec,
         device=model.device.type,
-        machine=_machine(model.device),
+        machine=processor_name(model.device),
         fingerprint=model.fingerprint.digest,
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -149,7 +149,7 @@ def _recent(path: Path) -> Profile | None:
 def _key(model: LanguageModel, folders: Sequence[Path], codec: str, threads: int) -> str:
     """What rates depend on. Folders count by their file system: stores on one disk share a profile."""
     disks = sorted({folder.stat().st_dev for folder in folders})
-    parts = [model.fingerprint.digest, str(model.device), _machine(model.device), codec, threads, disks]
+    parts = [model.fingerprint.digest, str(model.device), processor_name(model.device), codec, threads, disks]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -158,8 +158,8 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
-def _machine(device: torch.device) -> str:
-    """Name of the processor that computes."""
+def processor_name(device: torch.device) -> str:
+    """The processor that computes, and how many threads of it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     with suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ragcache.states.records import StoredStates
+from ragcache.states.records import Encoding, StoredStates
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,20 @@ class Placement:
         chunk_id: for reports.
         token_ids: the chunk's ids.
         start: position of its first token in the prompt.
-        states: stored states, if there are any.
-        evicted: there are none because the byte budget was short.
+        encoding: which of its encodings is restored; `None` when there is none.
+        otherwise: the one that takes its place when its states turn out unusable before they are read.
     """
 
     chunk_id: str
     token_ids: tuple[int, ...]
     start: int
-    states: StoredStates | None
-    evicted: bool = False
+    encoding: Encoding | None
+    otherwise: Encoding | None = None
+
+    @property
+    def states(self) -> StoredStates | None:
+        """Stored states, if there are any."""
+        return self.encoding.states if self.encoding is not None else None
 
     @property
     def span(self) -> slice:

@@ -190,20 +190,26 @@ class Restoration:
             self._write(group.format.layers[layer].form, layer, states.parts, runs)
 
     def _lose(self, group: ChunkGroup, index: int) -> None:
-        """Recompute a chunk whose states turned out unusable, as those were encoded; all of its layers."""
+        """Recompute a chunk whose states turned out unusable, as those were encoded: from this layer on."""
         placement, fault = group.placements[index], group.reader.faults[index]
         group.lost.add(index)
         self.report.restored_chunks -= 1
         self.report.restored_tokens -= len(placement.token_ids)
-        self.report.misses.append(Miss(placement.chunk_id, fault.reason, fault.detail))
-        self._recompute(placement, group.format)
+        self.report.misses.append(Miss(placement.chunk_id, fault.reason, fault.detail + recomputed(placement)))
+        # Earlier layers were restored from states that were sound, and tokens may have been computed again since.
+        self._recompute(placement, group.format, self._next_layer)
 
-    def _recompute(self, placement: Placement, format: StateFormat) -> None:
-        """Encode a chunk as the indexer would have and restore from that, so the answer does not depend on the miss."""
+    def _recompute(self, placement: Placement, format: StateFormat, first_layer: int = 0) -> None:
+        """Encode a chunk alone, as the indexer would have, and restore from that.
+
+        For an encoding alone the answer does not depend on the miss.
+        """
         tokens = len(placement.token_ids)
         runs = [Run(0, placement.start, tokens)]
 
         def receive(layer: int, hidden: Tensor) -> None:
+            if layer < first_layer:
+                return
             form = format.layers[layer].form
             if form is Form.TOKENS:
                 self._write(Form.HIDDEN, layer, [Encoded(hidden)], runs)
@@ -256,20 +262,25 @@ class Restoration:
         setattr(self.report, clock, getattr(self.report, clock) + (time.perf_counter() - start) * 1e3)
 
 
+def recomputed(placement: Placement) -> str:
+    """What to add about a chunk that is recomputed: whether it comes to something else than its stored states."""
+    return "; recomputed alone" if placement.encoding is not None and placement.encoding.context else ""
+
+
 NeededChunks = Callable[[int], Sequence[int]]
 """Indexes of the chunks that a layer needs."""
 
 
-def needed_chunks(model: LanguageModel, placements: Sequence[Placement], end: int) -> NeededChunks:
-    """Which chunks each layer needs: in a layer with a sliding window only those that later tokens still see.
+def needed_chunks(model: LanguageModel, placements: Sequence[Placement], attending: int) -> NeededChunks:
+    """Which chunks each layer needs: in a layer with a sliding window only those that attending tokens still see.
 
     Args:
         model: the model.
         placements: the chunks.
-        end: position of the first token behind all chunks of the prompt; it sees `window` positions, itself included.
+        attending: position of the first token that attends; it sees `window` positions, itself included.
     """
     by_window: dict[int | None, tuple[int, ...]] = {}
     for window in {layer.window for layer in model.decoder.layers}:
-        first = 0 if window is None else end - window + 1
+        first = 0 if window is None else attending - window + 1
         by_window[window] = tuple(index for index, it in enumerate(placements) if it.span.stop > first)
     return lambda layer: by_window[model.decoder.layers[layer].window]

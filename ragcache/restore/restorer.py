@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
 from ragcache.restore.formats import fits
 from ragcache.restore.placement import Placement
 from ragcache.restore.reader import ReaderPool, ReadRequest, StateReader
-from ragcache.restore.restoration import Restoration, RestoreReport, needed_chunks
+from ragcache.restore.restoration import Restoration, RestoreReport, needed_chunks, recomputed
 from ragcache.restore.workspace import WorkspacePool
 from ragcache.states.form import StateFormat
 from ragcache.states.key import state_key
@@ -28,6 +28,36 @@ Relocated = Callable[[StoredStates], StoredStates | None]
 
 def _nowhere(states: StoredStates) -> StoredStates | None:
     return None
+
+
+@dataclass
+class _Unused:
+    """What becomes of chunks whose states turn out unusable before they are read.
+
+    Attributes:
+        report: is told of them.
+        others: are to be restored from another encoding than was tried so far.
+        missed: are to be recomputed, each with the format it is encoded in.
+    """
+
+    report: RestoreReport
+    others: list[Placement] = field(default_factory=list)
+    missed: list[tuple[Placement, StateFormat]] = field(default_factory=list)
+
+    def add(self, placement: Placement, format: StateFormat, miss: Miss) -> None:
+        """Report a chunk, and see to it that something takes the place of its states."""
+        if (otherwise := placement.otherwise) is None:
+            consequence = recomputed(placement)
+            self.missed.append((placement, format))
+        else:
+            consequence = f"; its encoding {otherwise.name} takes its place"
+            self.others.append(replace(placement, encoding=otherwise, otherwise=None))
+        self.report.misses.append(replace(miss, detail=miss.detail + consequence))
+
+    def take_others(self) -> list[Placement]:
+        """Those that nothing was tried for yet."""
+        taken, self.others = self.others, []
+        return taken
 
 
 class Restorer:
@@ -59,6 +89,7 @@ class Restorer:
         format: StateFormat,
         cache: KVCache,
         relocated: Relocated = _nowhere,
+        attending: int | None = None,
     ) -> Iterator[Restoration]:
         """Have the KV of all chunks written into a cache whose slots before the first chunk are filled.
 
@@ -70,6 +101,8 @@ class Restorer:
                 those were, so that the answer equals that of an undamaged store.
             cache: receives the KV; its length grows over the chunks.
             relocated: where states are now that are no longer where they were.
+            attending: position of the first token that is going to attend: layers with a sliding window are restored
+                as far as it sees. By default the first behind the chunks.
         """
         report = RestoreReport()
         end = max((placement.span.stop for placement in placements), default=cache.length)
@@ -77,18 +110,15 @@ class Restorer:
             self._workspaces.lend() as workspace,
             Restoration(self._model, self._prefix, cache, report, workspace) as restoration,
         ):
-            missed: list[tuple[Placement, StateFormat]] = []
-            usable = []
-            for placement in placements:
-                if (miss := self._unusable(placement)) is not None:
-                    report.misses.append(miss)
-                    missed.append((placement, self._format_of(placement) or format))
-                else:
-                    usable.append(placement)
-            moved = self._open(usable, end, restoration, missed, relocated)
-            self._open(moved, end, restoration, missed, _nowhere)
+            unused = _Unused(report)
+            unused.others.extend(placements)
+            attending = end if attending is None else attending
+            while waiting := unused.take_others():
+                usable = [it for it in waiting if not self._passes_over(it, format, unused)]
+                moved = self._open(usable, attending, restoration, unused, relocated)
+                self._open(moved, attending, restoration, unused, _nowhere)
             cache.length = end
-            restoration.start(missed)
+            restoration.start(unused.missed)
             yield restoration
 
     def restore(
@@ -98,18 +128,27 @@ class Restorer:
         with self.restoring(placements, format, cache, relocated) as restoration:
             return restoration.complete_all()
 
+    def _passes_over(self, placement: Placement, format: StateFormat, unused: _Unused) -> bool:
+        if (miss := self._unusable(placement)) is None:
+            return False
+        unused.add(placement, self._format_of(placement) or format, miss)
+        return True
+
     def _unusable(self, placement: Placement) -> Miss | None:
         """Whether states are to be passed over without reading them."""
-        states = placement.states
-        if states is None and placement.evicted:
+        encoding = placement.encoding
+        if encoding is not None and encoding.states is None and encoding.evicted:
             return Miss(placement.chunk_id, MissReason.EVICTED, "states were given up for lack of space")
-        if states is None:
+        if encoding is None or encoding.states is None:
             return Miss(placement.chunk_id, MissReason.NOT_STORED, "no states are stored for this text")
-        key = state_key(self._model.fingerprint.digest, self._prefix_ids, (), placement.token_ids)
-        if states.key != key:
-            return Miss(placement.chunk_id, MissReason.FINGERPRINT, "encoded by another model or after another prefix")
-        if self._format_of(placement) is None:
+        key = state_key(self._model.fingerprint.digest, self._prefix_ids, encoding.context, placement.token_ids)
+        if encoding.states.key != key:
+            return Miss(placement.chunk_id, MissReason.FINGERPRINT, "encoded by another model, prefix or context")
+        if (format := self._format_of(placement)) is None:
             return Miss(placement.chunk_id, MissReason.CODEC, "form, codec, precision or shape is not what is needed")
+        if encoding.context and len(format.layers) - len(format.stored_layers) > 1:
+            # The first layer's input follows from a token, that of the next ones from what stands before it too.
+            return Miss(placement.chunk_id, MissReason.CODEC, "layers that are recomputed from tokens know no context")
         return None
 
     def _format_of(self, placement: Placement) -> StateFormat | None:
@@ -126,12 +165,12 @@ class Restorer:
     def _open(
         self,
         placements: Sequence[Placement],
-        end: int,
+        attending: int,
         restoration: Restoration,
-        missed: list[tuple[Placement, StateFormat]],
+        unused: _Unused,
         relocated: Relocated,
     ) -> list[Placement]:
-        """Open the states of chunks; adds to `missed`, and returns those that are elsewhere by now."""
+        """Open the states of chunks; adds to `unused`, and returns those that are elsewhere by now."""
         by_format: dict[str, list[tuple[Placement, StoredStates]]] = {}
         for placement in placements:
             if placement.states is not None:
@@ -142,7 +181,7 @@ class Restorer:
             reader = StateReader(
                 [ReadRequest(states, placement.token_ids) for placement, states in members],
                 format,
-                needed_chunks(self._model, chunks, end),
+                needed_chunks(self._model, chunks, attending),
                 self._pool,
                 self._model.device,
                 verify=self._verify,
@@ -152,9 +191,8 @@ class Restorer:
                 placement, states = members[index]
                 # A compaction may have moved them since they were looked up.
                 again = relocated(states) if fault.reason is MissReason.MISSING else None
-                if again is not None:
-                    moved.append(replace(placement, states=again))
+                if again is not None and placement.encoding is not None:
+                    moved.append(replace(placement, encoding=replace(placement.encoding, states=again)))
                     continue
-                missed.append((placement, format))
-                restoration.report.misses.append(Miss(placement.chunk_id, fault.reason, fault.detail))
+                unused.add(placement, format, Miss(placement.chunk_id, fault.reason, fault.detail))
         return moved

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragcache.errors import StoreError
+from ragcache.states.chunk_rows import ORDER_CHUNKS, SELECT_CHUNKS, read_chunks
 from ragcache.states.database import Database
 from ragcache.states.folders import is_shard_name, is_store_id
 from ragcache.states.form import StateFormat
@@ -22,22 +23,14 @@ from ragcache.states.records import (
     DocumentRecord,
     StoredStates,
     VectorsVersion,
+    unpack_range,
     unpack_ranges,
-    unpack_token_ids,
 )
-from ragcache.states.schema import CATALOG_VERSION, SCHEMA, VECTORS_KEY, chunk_checksum, identity_checksum
-
-_SELECT_CHUNKS = """
-SELECT chunks.id, chunks.chunk_id, chunks.document, chunks.ordinal, documents.title, chunks.text,
-       documents.metadata, chunks.token_ids, chunks.checksum, chunks.evicted,
-       states.key, shards.folder, shards.name, shards.format, states.ranges
-FROM chunks JOIN documents ON documents.id = chunks.document
-LEFT JOIN states ON states.id = chunks.states LEFT JOIN shards ON shards.id = states.shard
-"""
+from ragcache.states.schema import CATALOG_VERSION, SCHEMA, VECTORS_KEY, identity_checksum
 
 _SELECT_DOCUMENTS = """
-SELECT DISTINCT chunks.document FROM chunks JOIN states ON states.id = chunks.states
-JOIN shards ON shards.id = states.shard
+SELECT DISTINCT chunks.document FROM chunks JOIN encodings ON encodings.chunk = chunks.id
+LEFT JOIN states ON states.id = encodings.states LEFT JOIN shards ON shards.id = states.shard
 """
 
 _BATCH = 500
@@ -155,6 +148,10 @@ class Catalog:
         found = {chunk.chunk_id: chunk for chunk in self._chunks("chunks.chunk_id", chunk_ids)}
         return [found[i] for i in chunk_ids if i in found]
 
+    def chunks_by_content(self, contents: Sequence[str]) -> dict[str, ChunkRecord]:
+        """Chunks by what they say (`ChunkRecord.content`), one of several equal ones; what is gone is left out."""
+        return {chunk.content: chunk for chunk in self._chunks("chunks.content", contents)}
+
     def vector_ids(self, document_ids: Iterable[str]) -> list[int]:
         """Vector ids of all chunks of some documents."""
         ids: list[int] = []
@@ -188,13 +185,13 @@ class Catalog:
     def relocated(self, states: StoredStates) -> StoredStates | None:
         """Where states lie now that are no longer where they were, because a compaction has moved them."""
         query = (
-            "SELECT shards.folder, shards.name, states.ranges FROM states JOIN shards ON shards.id = states.shard"
-            " WHERE key = ? AND format = ?"
+            "SELECT shards.folder, shards.name, states.ranges, states.context_ids FROM states"
+            " JOIN shards ON shards.id = states.shard WHERE key = ? AND format = ?"
         )
-        for folder, name, ranges in self.rows(query, (states.key, states.format)):
+        for folder, name, ranges, context_ids in self.rows(query, (states.key, states.format)):
             path = self.shard_path(folder, name)
             if path != states.shard:
-                return StoredStates(states.key, path, states.format, unpack_ranges(ranges))
+                return StoredStates(states.key, path, states.format, unpack_ranges(ranges), unpack_range(context_ids))
         return None
 
     def shards(self) -> dict[Path, int]:
@@ -213,9 +210,8 @@ class Catalog:
             raise self.damaged(error) from error
 
     def documents_without_states(self, unusable_shards: Collection[str] = ()) -> set[str]:
-        """Ids of documents with a chunk that has lost its states, or has them only in one of those shards."""
-        query = "SELECT DISTINCT document FROM chunks WHERE states IS NULL AND NOT evicted"
-        found = {row[0] for row in self.rows(query)}
+        """Ids of documents with an encoding that has lost its states, or has them only in one of those shards."""
+        found = {row[0] for row in self.rows(f"{_SELECT_DOCUMENTS} WHERE encodings.states IS NULL AND NOT evicted")}
         for batch in _batches(list(unusable_shards)):
             query = f"{_SELECT_DOCUMENTS} WHERE shards.name IN ({_marks(batch)})"
             found.update(row[0] for row in self.rows(query, batch))
@@ -239,9 +235,10 @@ class Catalog:
     def all_chunks(self) -> Iterator[list[ChunkRecord]]:
         """Every chunk, in batches, in the order of their vector ids."""
         last = 0
-        while rows := self.rows(f"{_SELECT_CHUNKS} WHERE chunks.id > ? ORDER BY chunks.id LIMIT ?", (last, _BATCH)):
-            yield [self._chunk(row) for row in rows]
-            last = rows[-1][0]
+        condition = "WHERE chunks.id IN (SELECT id FROM chunks WHERE id > ? ORDER BY id LIMIT ?)"
+        while chunks := self._select(condition, (last, _BATCH)):
+            yield chunks
+            last = chunks[-1].vector_id
 
     def counts(self) -> dict[str, int]:
         """Numbers of documents and chunks."""
@@ -252,43 +249,18 @@ class Catalog:
 
     def _chunks(self, column: str, values: Sequence[int] | Sequence[str]) -> Iterator[ChunkRecord]:
         for batch in _batches(list(values)):
-            query = f"{_SELECT_CHUNKS} WHERE {column} IN ({_marks(batch)})"
-            for row in self.rows(query, batch):
-                yield self._chunk(row)
+            yield from self._select(f"WHERE {column} IN ({_marks(batch)})", batch)
+
+    def _select(self, condition: str, values: Sequence[object]) -> list[ChunkRecord]:
+        rows = self.rows(f"{SELECT_CHUNKS} {condition} {ORDER_CHUNKS}", values)
+        try:
+            return list(read_chunks(rows, self.shard_path))
+        except (ValueError, TypeError) as error:
+            raise self.damaged(error) from error
 
     def _metadata(self, text: str) -> dict[str, Any]:
         try:
             return dict(json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise self.damaged(error) from error
-
-    def _chunk(self, row: tuple[Any, ...]) -> ChunkRecord:
-        """A row of `_SELECT_CHUNKS` as a record.
-
-        Raises:
-            StoreError: it is not what was written. Texts and token ids are what answers are recomputed from, so no
-                miss can make up for them.
-        """
-        *content, checksum, evicted, key, folder, shard, format_, ranges = row
-        vector_id, chunk_id, document, ordinal, title, text, metadata, token_ids = content
-        try:
-            if chunk_checksum(*content) != checksum:
-                raise ValueError(f"chunk {chunk_id} is not what was written")
-            states = None
-            if key is not None:
-                states = StoredStates(key, self.shard_path(folder, shard), format_, unpack_ranges(ranges))
-            return ChunkRecord(
-                vector_id=vector_id,
-                chunk_id=chunk_id,
-                document_id=document,
-                ordinal=ordinal,
-                title=title,
-                text=text,
-                metadata=json.loads(metadata),
-                token_ids=unpack_token_ids(token_ids),
-                states=states,
-                evicted=bool(evicted),
-            )
         except (ValueError, TypeError) as error:
             raise self.damaged(error) from error
 

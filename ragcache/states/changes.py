@@ -7,12 +7,24 @@ import sqlite3
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ragcache.states.records import DocumentRecord, NewChunk, NewShard, VectorsVersion, pack_ranges, pack_token_ids
-from ragcache.states.schema import VECTORS_KEY, chunk_checksum
+from ragcache.settings import EncodingName
+from ragcache.states.records import (
+    DocumentRecord,
+    NewChunk,
+    NewEncoding,
+    NewShard,
+    VectorsVersion,
+    pack_contexts,
+    pack_ranges,
+    pack_token_ids,
+)
+from ragcache.states.schema import RECIPE_KEY, VECTORS_KEY, chunk_checksum, encoding_checksum
 
 Connection = sqlite3.Connection
 ShardName = tuple[str, str]
 """Folder (`""` for the store's own) and name of a shard file."""
+
+_UNUSED = "NOT EXISTS (SELECT 1 FROM encodings WHERE encodings.states = states.id)"
 
 
 def add_shard(connection: Connection, shard: NewShard, folder: str, clock: float = 0.0) -> dict[str, int]:
@@ -35,10 +47,12 @@ def add_shard(connection: Connection, shard: NewShard, folder: str, clock: float
     around = shard.bytes - sum(states.bytes for states in shard.states)
     for index, states in enumerate(shard.states):
         share = around // len(shard.states) + (around % len(shard.states) if index == 0 else 0)
-        ranges = pack_ranges(states.ranges)
+        ranges, context_ids = pack_ranges(states.ranges), pack_ranges([states.context_ids])
+        values = (states.tokens, states.bytes + share, states.cost, clock, ranges, context_ids)
         inserted = connection.execute(
-            "INSERT INTO states (key, shard, tokens, bytes, cost, clock, ranges) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (states.key, shard.sequence, states.tokens, states.bytes + share, states.cost, clock, ranges),
+            "INSERT INTO states (key, shard, tokens, bytes, cost, clock, ranges, context_ids)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (states.key, shard.sequence, *values),
         )
         added[states.key] = int(inserted.lastrowid or 0)
     return added
@@ -60,43 +74,89 @@ def add_document(
         states: key to id of the states that there are.
         evicted: keys that have none for lack of space.
     """
-    metadata = json.dumps(document.metadata)
+    metadata, chunks = json.dumps(document.metadata), list(chunks)
     connection.execute(
         "INSERT INTO documents VALUES (?, ?, ?, ?, ?)",
         (document.id, document.source, document.title, document.signature, metadata),
     )
     connection.executemany(
-        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", [_chunk(document, it, metadata) for it in chunks]
+    )
+    connection.executemany(
+        "INSERT INTO encodings VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         [
-            (
-                *_content(document, chunk, metadata),
-                states.get(chunk.key),
-                int(chunk.key in evicted and chunk.key not in states),
-            )
+            (*_encoding(chunk.vector_id, it), states.get(it.key), int(it.key in evicted and it.key not in states))
             for chunk in chunks
+            for it in chunk.encodings
         ],
     )
 
 
-def _content(document: DocumentRecord, chunk: NewChunk, metadata: str) -> tuple[Any, ...]:
+def _chunk(document: DocumentRecord, chunk: NewChunk, metadata: str) -> tuple[Any, ...]:
     token_ids = pack_token_ids(chunk.token_ids)
     place = (chunk.vector_id, chunk.chunk_id, document.id, chunk.ordinal)
-    checksum = chunk_checksum(*place, document.title, chunk.text, metadata, token_ids)
-    return (*place, chunk.text, token_ids, checksum)
+    checksum = chunk_checksum(*place, document.title, chunk.text, metadata, token_ids, chunk.content)
+    return (*place, chunk.text, token_ids, chunk.content, checksum)
+
+
+def _encoding(vector_id: int, encoding: NewEncoding) -> tuple[Any, ...]:
+    values = (vector_id, encoding.name, encoding.key, encoding.context, pack_contexts(encoding.contexts))
+    return (*values, encoding_checksum(*values))
+
+
+def add_encodings(
+    connection: Connection,
+    encodings: Iterable[tuple[int, NewEncoding]],
+    states: dict[str, int],
+    evicted: Collection[str] = (),
+) -> set[int]:
+    """Give chunks encodings that they had not, or others of the same names.
+
+    Args:
+        connection: in a transaction.
+        encodings: each with the chunk's vector id.
+        states: key to id of the states that there are.
+        evicted: keys that have none for lack of space.
+
+    Returns:
+        Ids of the states that the chunks had, for `drop_unused` to look at.
+    """
+    used: set[int] = set()
+    for vector_id, it in encodings:
+        query = "SELECT states FROM encodings WHERE chunk = ? AND name = ? AND states IS NOT NULL"
+        used.update(row[0] for row in connection.execute(query, (vector_id, it.name)))
+        values = (*_encoding(vector_id, it), states.get(it.key), int(it.key in evicted and it.key not in states))
+        connection.execute("INSERT OR REPLACE INTO encodings VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    return used
+
+
+def remove_encodings(connection: Connection, name: EncodingName) -> list[ShardName]:
+    """Take all encodings of a name away.
+
+    Returns:
+        Shards to be deleted once this is committed.
+    """
+    query = "SELECT DISTINCT states FROM encodings WHERE name = ? AND states IS NOT NULL"
+    used = [row[0] for row in connection.execute(query, (name,))]
+    connection.execute("DELETE FROM encodings WHERE name = ?", (name,))
+    return drop_unused(connection, used)
 
 
 def remove_documents(connection: Connection, ids: Collection[str]) -> set[int]:
     """Take documents out; ids of the states that their chunks had, for `drop_unused` to look at."""
     used: set[int] = set()
     for document in ids:
-        query = "SELECT DISTINCT states FROM chunks WHERE document = ? AND states IS NOT NULL"
+        query = (
+            "SELECT DISTINCT states FROM encodings JOIN chunks ON chunks.id = encodings.chunk"
+            " WHERE document = ? AND states IS NOT NULL"
+        )
         used.update(row[0] for row in connection.execute(query, (document,)))
         connection.execute("DELETE FROM documents WHERE id = ?", (document,))
     return used
 
 
 def drop_unused(connection: Connection, candidates: Iterable[int]) -> list[ShardName]:
-    """Drop those states that no chunk uses, and the shards of which nothing is left.
+    """Drop those states that no encoding uses, and the shards of which nothing is left.
 
     Returns:
         Shards to be deleted once this is committed.
@@ -104,8 +164,7 @@ def drop_unused(connection: Connection, candidates: Iterable[int]) -> list[Shard
     shards: set[int] = set()
     for states in candidates:
         rows = connection.execute(
-            "DELETE FROM states WHERE id = ? AND NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.states = states.id)"
-            " RETURNING shard",
+            f"DELETE FROM states WHERE id = ? AND {_UNUSED} RETURNING shard",  # noqa: S608
             (states,),
         )
         shards.update(row[0] for row in rows.fetchall())
@@ -113,7 +172,7 @@ def drop_unused(connection: Connection, candidates: Iterable[int]) -> list[Shard
 
 
 def give_up(connection: Connection, states: Iterable[int], *, evicted: bool) -> list[ShardName]:
-    """Let chunks go without some states; their texts and vectors stay.
+    """Let encodings go without some states; the chunks' texts and vectors stay.
 
     Args:
         connection: in a transaction.
@@ -125,35 +184,38 @@ def give_up(connection: Connection, states: Iterable[int], *, evicted: bool) -> 
     """
     states = list(states)
     connection.executemany(
-        "UPDATE chunks SET states = NULL, evicted = ? WHERE states = ?", [(int(evicted), it) for it in states]
+        "UPDATE encodings SET states = NULL, evicted = ? WHERE states = ?", [(int(evicted), it) for it in states]
     )
     return drop_unused(connection, states)
 
 
 def use_instead(connection: Connection, replacements: Iterable[tuple[int, int]]) -> list[ShardName]:
-    """Let chunks use copies of their states, given as pairs of ids, old and new.
+    """Let encodings use copies of their states, given as pairs of ids, old and new.
 
     Returns:
         Shards to be deleted once this is committed.
     """
     replacements = list(replacements)
     for old, new in replacements:
-        connection.execute("UPDATE chunks SET states = ? WHERE states = ?", (new, old))
+        connection.execute("UPDATE encodings SET states = ? WHERE states = ?", (new, old))
         connection.execute("UPDATE states SET clock = (SELECT clock FROM states WHERE id = ?) WHERE id = ?", (old, new))
     return drop_unused(connection, [old for old, _ in replacements])
 
 
-def assign(connection: Connection, assignments: Iterable[tuple[int, int]]) -> list[ShardName]:
-    """Give chunks states that they had not, or other ones: pairs of a chunk's vector id and an id of states.
+def assign(connection: Connection, assignments: Iterable[tuple[int, EncodingName, int | None]]) -> list[ShardName]:
+    """Give encodings states that they had not, or other ones: the chunk's vector id, the name, an id of states.
+
+    Without such an id the encoding has none from now on, and the next indexing run makes it anew.
 
     Returns:
         Shards to be deleted once this is committed.
     """
     old: set[int] = set()
-    for vector_id, states in assignments:
-        rows = connection.execute("SELECT states FROM chunks WHERE id = ? AND states IS NOT NULL", (vector_id,))
-        old.update(row[0] for row in rows.fetchall())
-        connection.execute("UPDATE chunks SET states = ?, evicted = 0 WHERE id = ?", (states, vector_id))
+    for vector_id, name, states in assignments:
+        query = "SELECT states FROM encodings WHERE chunk = ? AND name = ? AND states IS NOT NULL"
+        old.update(row[0] for row in connection.execute(query, (vector_id, name)).fetchall())
+        query = "UPDATE encodings SET states = ?, evicted = 0 WHERE chunk = ? AND name = ?"
+        connection.execute(query, (states, vector_id, name))
     return drop_unused(connection, old)
 
 
@@ -174,6 +236,11 @@ def set_vectors(connection: Connection, vectors: VectorsVersion) -> None:
     connection.execute("UPDATE meta SET value = ? WHERE key = ?", (vectors.to_json(), VECTORS_KEY))
 
 
+def set_recipe(connection: Connection, recipe: str) -> None:
+    """Note how all contexts were chosen."""
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (RECIPE_KEY, recipe))
+
+
 def set_last_vector_id(connection: Connection, vector_id: int) -> None:
     """Give out no vector id up to this one again."""
     connection.execute(
@@ -189,9 +256,8 @@ def states_of_model(connection: Connection, fingerprint: str) -> list[int]:
 
 
 def all_unused(connection: Connection) -> list[int]:
-    """Ids of states that no chunk uses; a rebuilt catalog may have such."""
-    query = "SELECT id FROM states WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.states = states.id)"
-    return [row[0] for row in connection.execute(query)]
+    """Ids of states that no encoding uses; a rebuilt catalog may have such."""
+    return [row[0] for row in connection.execute(f"SELECT id FROM states WHERE {_UNUSED}")]  # noqa: S608
 
 
 def states_of(connection: Connection, keys: Sequence[str], format: str, unusable: Collection[str]) -> dict[str, int]:

@@ -7,20 +7,18 @@ the copy (`Catalog.relocated`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from ragcache.settings import EncodingName
 from ragcache.states import changes
 from ragcache.states.form import StateFormat
 from ragcache.states.inventory import Inventory, ShardInventory
 from ragcache.states.journal import write_journal
-from ragcache.states.key import state_key
 from ragcache.states.locked import LockedStore, disk_error
 from ragcache.states.miss import Miss, MissReason, UnusableStatesError
-from ragcache.states.reading import read_states
-from ragcache.states.records import ChunkRecord, DocumentChunks, NewChunk
+from ragcache.states.reading import ReadStates, read_states
+from ragcache.states.records import ChunkRecord, DocumentChunks, as_written
 from ragcache.states.rolling import RollingShards
 from ragcache.states.shard import ShardEntry
 
@@ -145,19 +143,17 @@ class _Move:
     def copy(self, shard: ShardInventory) -> None:
         """Copy all states of a shard that are in use."""
         for it in Inventory(self.writer.store.catalog).states(shard.id):
-            chunk, states = it.chunk, it.chunk.states
-            if states is None:
-                continue
+            chunk, states = it.chunk, it.states
             if states.key not in self._copied:
                 try:
-                    layers = read_states(states, chunk.token_ids)
+                    found = read_states(states, it.encoding.context, chunk.token_ids)
                 except UnusableStatesError as fault:
                     self.report.damaged.append(Miss(chunk.chunk_id, fault.reason, fault.detail))
                     # A disk may only be away; what lies on it is not given up for that.
                     if fault.reason not in (MissReason.MISSING, MissReason.IO):
                         self._lost.append(it.id)
                     continue
-                self.copies.add(entry_for(chunk, states.key, layers, it.cost))
+                self.copies.add(entry_for(chunk, it.encoding.name, states.key, found, it.cost))
             self._copied.setdefault(states.key, []).append(it.id)
 
     def commit(self) -> None:
@@ -173,12 +169,14 @@ class _Move:
         self._lost = []
 
 
-def entry_for(chunk: ChunkRecord, key: str, layers: Mapping[int, Tensor], cost: float) -> ShardEntry:
-    """What goes into a shard for a chunk that is in the catalog."""
+def entry_for(chunk: ChunkRecord, name: EncodingName, key: str, states: ReadStates, cost: float) -> ShardEntry:
+    """What goes into a shard for an encoding that is in the catalog."""
     return ShardEntry(
         key=key,
         token_ids=chunk.token_ids,
-        layers=layers,
+        layers=states.layers,
+        encoding=name,
+        context_ids=states.context_ids,
         cost=cost,
         chunk_id=chunk.chunk_id,
         document_id=chunk.document_id,
@@ -194,24 +192,10 @@ def shorten_journal(writer: LockedStore) -> None:
     journal = store.journal()
     if len(journal) == 1 and journal[0].snapshot:
         return
-    identity = store.identity()
 
     def documents() -> Iterator[DocumentChunks]:
         for document, chunks in Inventory(store.catalog).documents():
-            yield (
-                document,
-                [
-                    NewChunk(
-                        vector_id=chunk.vector_id,
-                        chunk_id=chunk.chunk_id,
-                        ordinal=chunk.ordinal,
-                        text=chunk.text,
-                        token_ids=chunk.token_ids,
-                        key=state_key(identity.digest, identity.prefix, (), chunk.token_ids),
-                    )
-                    for chunk in chunks
-                ],
-            )
+            yield document, [as_written(chunk) for chunk in chunks]
 
     try:
         write_journal(store.shard_folder, writer.journal_header(store.catalog.vectors()), documents(), snapshot=True)

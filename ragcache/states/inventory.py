@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragcache.states.catalog import Catalog
-from ragcache.states.records import ChunkRecord, DocumentRecord
+from ragcache.states.records import ChunkEncoding, ChunkRecord, DocumentRecord, Encoding, StoredStates
 
 _BATCH = 500
 
@@ -42,17 +42,21 @@ class ShardInventory:
 
 @dataclass(frozen=True)
 class StatesInUse:
-    """States and one of the chunks that use them.
+    """States and one of the encodings that use them.
 
     Attributes:
         id: of the states in the catalog.
         cost: what computing them again would take, in FLOPs.
-        chunk: one of their chunks, of which `states` says where they lie.
+        chunk: one of their chunks.
+        encoding: that one of the chunk's that uses them.
+        states: where they lie.
     """
 
     id: int
     cost: float
     chunk: ChunkRecord
+    encoding: Encoding
+    states: StoredStates
 
 
 @dataclass(frozen=True)
@@ -111,21 +115,23 @@ class Inventory:
             StoreError: the catalog is damaged.
         """
         query = (
-            "SELECT shard, id, cost, (SELECT min(id) FROM chunks WHERE chunks.states = states.id) FROM states"
-            " WHERE (shard, id) > (?, ?) AND shard = coalesce(?, shard) ORDER BY shard, id LIMIT ?"
+            # The name is that of the row with the lowest chunk: SQLite's rule for min().
+            "SELECT shard, id, cost, min(chunk), name FROM states JOIN encodings ON encodings.states = states.id"
+            " WHERE (shard, id) > (?, ?) AND shard = coalesce(?, shard) GROUP BY shard, id ORDER BY shard, id LIMIT ?"
         )
         last = (0, 0)
         while rows := self._rows(query, (*last, shard, _BATCH)):
-            chunks = {it.vector_id: it for it in self._catalog.chunks_by_vector([row[3] for row in rows if row[3]])}
-            for _, states, cost, vector_id in rows:
-                if vector_id in chunks:
-                    yield StatesInUse(states, cost, chunks[vector_id])
+            chunks = {it.vector_id: it for it in self._catalog.chunks_by_vector([row[3] for row in rows])}
+            for _, states, cost, vector_id, name in rows:
+                chunk = chunks.get(vector_id)
+                encoding = chunk.encoding(name) if chunk is not None else None
+                if chunk is not None and encoding is not None and encoding.states is not None:
+                    yield StatesInUse(states, cost, chunk, encoding, encoding.states)
             last = rows[-1][:2]
 
-    def chunks_of(self, states: int) -> list[ChunkRecord]:
-        """All chunks that use some states."""
-        rows = self._rows("SELECT id FROM chunks WHERE states = ? ORDER BY id", (states,))
-        return self._catalog.chunks_by_vector([row[0] for row in rows])
+    def encodings_of(self, states: int) -> list[ChunkEncoding]:
+        """All encodings that use some states."""
+        return self._encodings("SELECT chunk, name FROM encodings WHERE states = ? ORDER BY chunk, name", (states,))
 
     def residents(self) -> list[ResidentStates]:
         """All stored states, oldest first."""
@@ -138,12 +144,19 @@ class Inventory:
             for states, key, size, cost, clock, folder, name in rows
         ]
 
-    def evicted(self) -> Iterator[ChunkRecord]:
-        """Chunks that have no states because the byte budget was short."""
-        last = 0
-        while rows := self._rows("SELECT id FROM chunks WHERE evicted AND id > ? ORDER BY id LIMIT ?", (last, _BATCH)):
-            yield from self._catalog.chunks_by_vector([row[0] for row in rows])
-            last = rows[-1][0]
+    def evicted(self) -> Iterator[ChunkEncoding]:
+        """Encodings that have no states because the byte budget was short."""
+        query = (
+            "SELECT chunk, name FROM encodings WHERE evicted AND (chunk, name) > (?, ?) ORDER BY chunk, name LIMIT ?"
+        )
+        last = (0, "")
+        while found := self._encodings(query, (*last, _BATCH)):
+            yield from found
+            last = (found[-1][0].vector_id, found[-1][1].name)
+
+    def evicted_keys(self) -> set[str]:
+        """Keys of these."""
+        return {row[0] for row in self._rows("SELECT key FROM encodings WHERE evicted")}
 
     def documents(self) -> Iterator[tuple[DocumentRecord, list[ChunkRecord]]]:
         """All documents with their chunks."""
@@ -157,7 +170,8 @@ class Inventory:
     def sizes(self) -> dict[str, int]:
         """Tokens of all chunks, shards, their bytes on disk, and the bytes of states in use and out of use."""
         [(tokens, evicted)] = self._rows(
-            "SELECT coalesce(sum(length(token_ids)), 0) / 4, coalesce(sum(evicted), 0) FROM chunks"
+            "SELECT coalesce(sum(length(token_ids)), 0) / 4,"
+            " (SELECT count(DISTINCT chunk) FROM encodings WHERE evicted) FROM chunks"
         )
         [(shards, shard_bytes)] = self._rows("SELECT count(*), coalesce(sum(bytes), 0) FROM shards")
         [(live,)] = self._rows("SELECT coalesce(sum(bytes), 0) FROM states")
@@ -177,10 +191,27 @@ class Inventory:
             " JOIN shards ON shards.id = states.shard GROUP BY fingerprint, format ORDER BY sum(states.bytes) DESC"
         )
 
+    def bytes_by_encoding(self) -> list[tuple[str, int, int, int]]:
+        """Name, chunks with such states, chunks without for lack of space, and bytes of the states."""
+        return self._rows(
+            "SELECT name, count(states), sum(evicted), (SELECT coalesce(sum(bytes), 0) FROM states WHERE id IN"
+            " (SELECT states FROM encodings WHERE encodings.name = named.name)) FROM encodings AS named GROUP BY name"
+        )
+
     def bytes_by_document(self, count: int) -> list[tuple[str, int, int]]:
         """Id, chunks and bytes of states of the documents that take most space."""
         return self._rows(
-            "SELECT document, count(*), coalesce(sum(states.bytes), 0) AS size FROM chunks"
-            " LEFT JOIN states ON states.id = chunks.states GROUP BY document ORDER BY size DESC, document LIMIT ?",
+            "SELECT document, count(DISTINCT chunks.id), coalesce(sum(states.bytes), 0) AS size FROM chunks"
+            " LEFT JOIN encodings ON encodings.chunk = chunks.id LEFT JOIN states ON states.id = encodings.states"
+            " GROUP BY document ORDER BY size DESC, document LIMIT ?",
             (count,),
         )
+
+    def _encodings(self, query: str, values: tuple[object, ...]) -> list[ChunkEncoding]:
+        """Encodings by a query for chunk and name."""
+        rows = self._rows(query, values)
+        chunks = {it.vector_id: it for it in self._catalog.chunks_by_vector(list(dict.fromkeys(it[0] for it in rows)))}
+        found = [
+            (chunks[vector_id], chunks[vector_id].encoding(name)) for vector_id, name in rows if vector_id in chunks
+        ]
+        return [(chunk, encoding) for chunk, encoding in found if encoding is not None]

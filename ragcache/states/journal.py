@@ -18,13 +18,21 @@ from typing import Any
 import pyarrow as pa
 
 from ragcache.states.durable import DurableFile, file_checksum
-from ragcache.states.records import DocumentChunks, DocumentRecord, NewChunk, VectorsVersion
+from ragcache.states.records import DocumentChunks, DocumentRecord, NewChunk, NewEncoding, VectorsVersion
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 SCHEMA_KEY = b"ragcache.journal"
 JOURNAL_NAME = re.compile(r"(journal|snapshot)-(\d{8,})-([0-9a-f]{16})\.arrow")
 _BATCH = 256
 
+_ENCODING = pa.struct(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("context", pa.string(), nullable=False),
+        pa.field("contexts", pa.list_(pa.list_(pa.string())), nullable=False),
+    ]
+)
 _CHUNK = pa.struct(
     [
         pa.field("vector_id", pa.int64(), nullable=False),
@@ -32,7 +40,8 @@ _CHUNK = pa.struct(
         pa.field("ordinal", pa.int32(), nullable=False),
         pa.field("text", pa.string(), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
+        pa.field("content", pa.string(), nullable=False),
+        pa.field("encodings", pa.list_(_ENCODING), nullable=False),
     ]
 )
 _FIELDS = [
@@ -117,10 +126,8 @@ class JournalFile:
             reader = pa.ipc.open_file(source)
             for index in range(reader.num_record_batches):
                 for row in reader.get_batch(index).to_pylist():
-                    chunks = [NewChunk(**chunk | {"token_ids": tuple(chunk["token_ids"])}) for chunk in row["chunks"]]
-                    record = {**row, "metadata": json.loads(row["metadata"])}
-                    del record["chunks"]
-                    yield DocumentRecord(**record), chunks
+                    chunks = [_chunk(chunk) for chunk in row.pop("chunks")]
+                    yield DocumentRecord(**row | {"metadata": json.loads(row["metadata"])}), chunks
 
 
 def journal_files(folder: Path) -> list[JournalFile]:
@@ -235,6 +242,12 @@ def _row(document: DocumentRecord, chunks: Sequence[NewChunk]) -> dict[str, Any]
         "metadata": json.dumps(document.metadata),
         "chunks": [asdict(chunk) for chunk in chunks],
     }
+
+
+def _chunk(row: dict[str, Any]) -> NewChunk:
+    """Inverse of `dataclasses.asdict`."""
+    encodings = tuple(NewEncoding(**it | {"contexts": tuple(map(tuple, it["contexts"]))}) for it in row["encodings"])
+    return NewChunk(**row | {"token_ids": tuple(row["token_ids"]), "encodings": encodings})
 
 
 def _batches(documents: Iterable[DocumentChunks]) -> Iterator[list[DocumentChunks]]:

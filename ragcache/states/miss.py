@@ -29,6 +29,8 @@ class MissReason(StrEnum):
     """The states were encoded by another model or after another prefix."""
     CODEC = "codec"
     """The states are in a form or codec this version does not know."""
+    CONTEXT = "context"
+    """What the chunk was encoded after is not in the store any more."""
     IO = "io"
     """The operating system could not read the file."""
     INEXACT = "inexact"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ import xxhash
 from torch import Tensor
 
 from ragcache.states.form import StateFormat
+from ragcache.states.key import context_digest
 from ragcache.states.miss import MissReason, UnusableStatesError
-from ragcache.states.records import StoredStates, pack_token_ids
+from ragcache.states.records import ByteRange, StoredStates, pack_token_ids, unpack_token_ids
 
 
 class ShardFile:
@@ -52,22 +54,29 @@ class ShardFile:
         if found != expected:
             raise UnusableStatesError(MissReason.TOKEN_IDS, "the states are those of other tokens")
 
+    def context_ids(self, states: StoredStates) -> tuple[int, ...]:
+        """Token ids that a chunk was encoded after, the prefix aside."""
+        length = states.context_ids.length
+        if length % 4 or length > os.fstat(self._descriptor).st_size:
+            raise UnusableStatesError(MissReason.TRUNCATED, f"{self.path.name} holds no context of {length} bytes")
+        found = bytearray(length)
+        self._read(states.context_ids, "the token ids of the context", [memoryview(found)])
+        return unpack_token_ids(bytes(found))
+
     def read(self, states: StoredStates, column: int, *targets: memoryview) -> None:
         """Fill targets, one after the other, from a byte range of some states and check what came."""
-        wanted = states.ranges[column]
+        self._read(states.ranges[column], _column(column), targets)
+
+    def _read(self, wanted: ByteRange, what: str, targets: Sequence[memoryview]) -> None:
         size = sum(target.nbytes for target in targets)
         if wanted.length != size:
-            raise UnusableStatesError(MissReason.CODEC, f"{_column(column)} has {wanted.length} bytes, not {size}")
+            raise UnusableStatesError(MissReason.CODEC, f"{what} has {wanted.length} bytes, not {size}")
         with _as_unusable():
             done = self._fill(wanted.offset, targets)
         if done != wanted.length:
-            raise UnusableStatesError(
-                MissReason.TRUNCATED, f"{self.path.name} ends before {_column(column)} of the chunk"
-            )
+            raise UnusableStatesError(MissReason.TRUNCATED, f"{self.path.name} ends before {what} of the chunk")
         if self._verify and _checksum(targets) != wanted.checksum:
-            raise UnusableStatesError(
-                MissReason.CHECKSUM, f"{self.path.name} is damaged in {_column(column)} of the chunk"
-            )
+            raise UnusableStatesError(MissReason.CHECKSUM, f"{self.path.name} is damaged in {what} of the chunk")
 
     def _fill(self, offset: int, targets: Sequence[memoryview]) -> int:
         """Read until the targets are full or the file ends; the number of bytes read."""
@@ -96,8 +105,26 @@ def _column(column: int) -> str:
     return "the token ids" if column == 0 else f"stored layer {column}"
 
 
-def read_states(states: StoredStates, token_ids: tuple[int, ...]) -> dict[int, Tensor]:
-    """All stored layers of a chunk, encoded, each a run of uint8.
+@dataclass(frozen=True)
+class ReadStates:
+    """What a shard holds of a chunk.
+
+    Attributes:
+        context_ids: token ids that it was encoded after, the prefix aside.
+        layers: all stored ones, encoded, each a run of uint8.
+    """
+
+    context_ids: tuple[int, ...]
+    layers: dict[int, Tensor]
+
+
+def read_states(states: StoredStates, context: str, token_ids: tuple[int, ...]) -> ReadStates:
+    """Read and check all that is stored of a chunk.
+
+    Args:
+        states: where it lies.
+        context: digest of the token ids that the chunk was encoded after.
+        token_ids: the chunk's own.
 
     Raises:
         UnusableStatesError: they must not be used; the reason says why.
@@ -111,11 +138,14 @@ def read_states(states: StoredStates, token_ids: tuple[int, ...]) -> dict[int, T
     file = ShardFile(states.shard)
     try:
         file.check_token_ids(states, token_ids)
+        context_ids = file.context_ids(states)
+        if context_digest(context_ids) != context:
+            raise UnusableStatesError(MissReason.TOKEN_IDS, "the states are those after other tokens")
         layers = {}
         for column, layer in enumerate(format.stored_layers, start=1):
             layers[layer] = torch.empty(format.size(layer, len(token_ids)), dtype=torch.uint8)
             file.read(states, column, layers[layer].numpy().data)
-        return layers
+        return ReadStates(context_ids, layers)
     finally:
         file.close()
 

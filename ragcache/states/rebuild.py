@@ -27,7 +27,7 @@ class RebuildReport:
     Attributes:
         documents: in the new catalog.
         chunks: of these.
-        with_states: chunks that have states.
+        with_states: chunks that have states of all of their encodings.
         faults: files that could not be used, with one line for a person. What they held is encoded again when its
             source is indexed the next time.
         replaced: where the old catalog is now, if there was one.
@@ -138,7 +138,7 @@ def _fill(
         for document, chunks in outcome.documents():
             changes.add_document(connection, document, chunks, states)
             report.chunks += len(chunks)
-            report.with_states += sum(chunk.key in states for chunk in chunks)
+            report.with_states += sum(all(it.key in states for it in chunk.encodings) for chunk in chunks)
         # What a lost journal file put in may be indexed again, and then needs no encoding.
         if not outcome.faults:
             changes.drop_unused(connection, written)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
+
+from ragcache.settings import EncodingName
 
 _RANGES_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8")])
 
@@ -28,6 +31,10 @@ class ByteRange:
     checksum: int
 
 
+NOTHING = ByteRange(0, 0, xxhash.xxh3_64_intdigest(b""))
+"""No bytes."""
+
+
 @dataclass(frozen=True)
 class StoredStates:
     """Where a chunk's states lie.
@@ -38,12 +45,55 @@ class StoredStates:
         format: form and codec of each layer, as the JSON of a `StateFormat`. Parsed by whoever reads the states:
             one that cannot be parsed is a miss of these states alone.
         ranges: token ids (int32) first, then each stored layer in order.
+        context_ids: token ids (int32) that the chunk was encoded after, the prefix aside; of length 0 when alone.
     """
 
     key: str
     shard: Path
     format: str
     ranges: tuple[ByteRange, ...] = field(repr=False)
+    context_ids: ByteRange = field(default=NOTHING, repr=False)
+
+
+@dataclass(frozen=True)
+class NewEncoding:
+    """An encoding of a chunk: what its states come after, whether there are any or not.
+
+    Attributes:
+        name: which of the chunk's encodings it is.
+        key: of its states (`ragcache.states.key`).
+        context: digest of the token ids between prefix and chunk; empty when the chunk is encoded alone.
+        contexts: for each context the chunks whose token ids make it up, in order, each by its `content`. The states
+            are the mean of those in each.
+    """
+
+    name: EncodingName
+    key: str
+    context: str = ""
+    contexts: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The chunks of all its contexts, each by its `content`."""
+        return tuple(name for context in self.contexts for name in context)
+
+
+@dataclass(frozen=True)
+class Encoding(NewEncoding):
+    """An encoding of a chunk in the catalog.
+
+    Attributes:
+        states: stored states; `None` when there are none.
+        evicted: there are none because the byte budget was short.
+    """
+
+    states: StoredStates | None = field(default=None, repr=False)
+    evicted: bool = False
+
+
+def encoding_named(encodings: Iterable[Encoding], name: EncodingName | None) -> Encoding | None:
+    """That one of a chunk's encodings, if there is one."""
+    return next((it for it in encodings if it.name == name), None)
 
 
 @dataclass(frozen=True)
@@ -78,8 +128,8 @@ class ChunkRecord:
         text: what is embedded and shown as a source.
         metadata: the document's.
         token_ids: what the language model sees, header included. The truth: states are checked against them.
-        states: stored states; `None` when there are none.
-        evicted: there are none because the byte budget was short.
+        content: names the chunk by what it says: the key of its encoding alone, whether there is one or not.
+        encodings: at most one of each name; states in several contexts.
     """
 
     vector_id: int
@@ -90,8 +140,16 @@ class ChunkRecord:
     text: str
     metadata: dict[str, Any]
     token_ids: tuple[int, ...] = field(repr=False)
-    states: StoredStates | None = field(repr=False)
-    evicted: bool = False
+    content: str
+    encodings: tuple[Encoding, ...] = field(repr=False)
+
+    def encoding(self, name: EncodingName) -> Encoding | None:
+        """Its encoding of that name, if there is one."""
+        return encoding_named(self.encodings, name)
+
+
+ChunkEncoding = tuple[ChunkRecord, Encoding]
+"""A chunk, and one of its encodings."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +162,8 @@ class NewChunk:
         ordinal: place in its document.
         text: what is shown as a source.
         token_ids: what the language model sees.
-        key: key of its states, whether there are any or not.
+        content: the key of its encoding alone, whether there is one or not.
+        encodings: at most one of each name.
     """
 
     vector_id: int
@@ -112,7 +171,28 @@ class NewChunk:
     ordinal: int
     text: str
     token_ids: tuple[int, ...]
-    key: str
+    content: str
+    encodings: tuple[NewEncoding, ...]
+
+
+def as_written(chunk: ChunkRecord, changed: Iterable[NewEncoding] = ()) -> NewChunk:
+    """A chunk of the catalog as a commit writes it.
+
+    Args:
+        chunk: the chunk.
+        changed: encodings that take the place of those of the same name, or are added.
+    """
+    encodings = {it.name: NewEncoding(it.name, it.key, it.context, it.contexts) for it in chunk.encodings}
+    encodings |= {it.name: it for it in changed}
+    return NewChunk(
+        vector_id=chunk.vector_id,
+        chunk_id=chunk.chunk_id,
+        ordinal=chunk.ordinal,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        content=chunk.content,
+        encodings=tuple(encodings.values()),
+    )
 
 
 DocumentChunks = tuple[DocumentRecord, Sequence[NewChunk]]
@@ -127,11 +207,13 @@ class NewStates:
         key: what they depend on.
         cost: what computing them again would take, in FLOPs.
         ranges: token ids first, then each stored layer.
+        context_ids: token ids that the chunk was encoded after, the prefix aside.
     """
 
     key: str
     cost: float
     ranges: tuple[ByteRange, ...]
+    context_ids: ByteRange = NOTHING
 
     @property
     def tokens(self) -> int:
@@ -140,8 +222,8 @@ class NewStates:
 
     @property
     def bytes(self) -> int:
-        """Bytes of token ids and layers, without what is around them in the file."""
-        return sum(it.length for it in self.ranges)
+        """Bytes of token ids, context and layers, without what is around them in the file."""
+        return sum(it.length for it in (*self.ranges, self.context_ids))
 
 
 @dataclass(frozen=True)
@@ -202,6 +284,32 @@ def unpack_token_ids(blob: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(blob, dtype="<i4").tolist())
 
 
+_CONTEXT_END = "00" * 32
+
+
+def pack_contexts(contexts: Sequence[Sequence[str]]) -> bytes:
+    """Names of the chunks of contexts as they are stored: 32 bytes each, and 32 of zero between two contexts."""
+    return bytes.fromhex(_CONTEXT_END.join("".join(context) for context in contexts))
+
+
+def unpack_contexts(blob: bytes) -> tuple[tuple[str, ...], ...]:
+    """Inverse of `pack_contexts`.
+
+    Raises:
+        ValueError: it is of a length that no such names have.
+    """
+    names = blob.hex()
+    if len(names) % 64:
+        raise ValueError(f"{len(blob)} bytes are no names of chunks")
+    contexts: list[list[str]] = [[]] if names else []
+    for name in (names[start : start + 64] for start in range(0, len(names), 64)):
+        if name == _CONTEXT_END:
+            contexts.append([])
+        else:
+            contexts[-1].append(name)
+    return tuple(map(tuple, contexts))
+
+
 def pack_ranges(ranges: Sequence[ByteRange]) -> bytes:
     """Byte ranges as they are stored: three uint64 each, little-endian."""
     return np.array([(r.offset, r.length, r.checksum) for r in ranges], dtype=_RANGES_DTYPE).tobytes()
@@ -210,3 +318,13 @@ def pack_ranges(ranges: Sequence[ByteRange]) -> bytes:
 def unpack_ranges(blob: bytes) -> tuple[ByteRange, ...]:
     """Inverse of `pack_ranges`."""
     return tuple(ByteRange(*row) for row in np.frombuffer(blob, dtype=_RANGES_DTYPE).tolist())
+
+
+def unpack_range(blob: bytes) -> ByteRange:
+    """Inverse of `pack_ranges` of one.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    (only,) = unpack_ranges(blob)
+    return only

@@ -6,8 +6,10 @@ import json
 
 import xxhash
 
-CATALOG_VERSION = 2
+CATALOG_VERSION = 3
 VECTORS_KEY = "vectors"
+RECIPE_KEY = "recipe"
+"""How contexts were chosen in the last indexing run that chose them all; only where there are any."""
 
 SCHEMA = """\
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -24,7 +26,8 @@ CREATE TABLE shards (
 -- cost: FLOPs that computing them takes. clock: the ageing clock of eviction when they were stored.
 CREATE TABLE states (
     id INTEGER PRIMARY KEY, key TEXT NOT NULL, shard INTEGER NOT NULL REFERENCES shards(id),
-    tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, cost REAL NOT NULL, clock REAL NOT NULL, ranges BLOB NOT NULL
+    tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, cost REAL NOT NULL, clock REAL NOT NULL, ranges BLOB NOT NULL,
+    context_ids BLOB NOT NULL
 );
 CREATE INDEX states_by_key ON states(key);
 CREATE INDEX states_by_shard ON states(shard);
@@ -32,11 +35,18 @@ CREATE INDEX states_by_shard ON states(shard);
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT, chunk_id TEXT NOT NULL UNIQUE,
     document TEXT NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
-    ordinal INTEGER NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, checksum TEXT NOT NULL,
-    states INTEGER REFERENCES states(id), evicted INTEGER NOT NULL DEFAULT 0
+    ordinal INTEGER NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, content TEXT NOT NULL,
+    checksum TEXT NOT NULL
 );
 CREATE INDEX chunks_by_document ON chunks(document);
-CREATE INDEX chunks_by_states ON chunks(states);
+CREATE INDEX chunks_by_content ON chunks(content);
+-- name: alone or context. contexts: the content of their chunks, 32 bytes each. states: NULL for none.
+CREATE TABLE encodings (
+    chunk INTEGER NOT NULL REFERENCES chunks(id) ON DELETE CASCADE, name TEXT NOT NULL, key TEXT NOT NULL,
+    context TEXT NOT NULL, contexts BLOB NOT NULL, checksum TEXT NOT NULL,
+    states INTEGER REFERENCES states(id), evicted INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (chunk, name)
+) WITHOUT ROWID;
+CREATE INDEX encodings_by_states ON encodings(states);
 """
 
 
@@ -54,7 +64,13 @@ def chunk_checksum(
     text: str,
     metadata: str,
     token_ids: bytes,
+    content: str,
 ) -> str:
     """xxh3 (64 bit, hexadecimal) of a chunk and what its document says about it, as they stand in their columns."""
-    values = json.dumps([vector_id, chunk_id, document_id, ordinal, title, text, metadata])
+    values = json.dumps([vector_id, chunk_id, document_id, ordinal, title, text, metadata, content])
     return xxhash.xxh3_64_hexdigest(values.encode() + token_ids)
+
+
+def encoding_checksum(vector_id: int, name: str, key: str, context: str, contexts: bytes) -> str:
+    """xxh3 (64 bit, hexadecimal) of what an encoding is, as it stands in its columns."""
+    return xxhash.xxh3_64_hexdigest(json.dumps([vector_id, name, key, context]).encode() + contexts)

@@ -23,11 +23,12 @@ import pyarrow.parquet as pq
 import xxhash
 from torch import Tensor
 
+from ragcache.settings import EncodingName
 from ragcache.states.durable import DurableFile
 from ragcache.states.form import StateFormat
 from ragcache.states.records import ByteRange, NewShard, NewStates, pack_token_ids
 
-SHARD_VERSION = 2
+SHARD_VERSION = 3
 SCHEMA_KEY = b"ragcache.shard"
 
 _DESCRIPTION = (
@@ -37,8 +38,10 @@ _DESCRIPTION = (
     pa.field("ordinal", pa.int32(), nullable=False),
     pa.field("title", pa.string(), nullable=False),
     pa.field("text", pa.string(), nullable=False),
+    pa.field("encoding", pa.string(), nullable=False),
     pa.field("cost", pa.float64(), nullable=False),
     pa.field("xxh3", pa.list_(pa.field("item", pa.uint64(), nullable=False)), nullable=False),
+    pa.field("context_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
     pa.field("token_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
 )
 
@@ -58,6 +61,8 @@ class ShardEntry:
         key: what the states depend on.
         token_ids: the chunk's ids.
         layers: for each stored layer its bytes, a run of uint8.
+        encoding: which of the chunk's encodings they are.
+        context_ids: token ids between prefix and chunk when it was encoded; none when it was alone.
         cost: what computing them again would take, in FLOPs.
         chunk_id, document_id, ordinal, title, text: make the shard readable without the catalog.
     """
@@ -65,6 +70,8 @@ class ShardEntry:
     key: str
     token_ids: tuple[int, ...]
     layers: Mapping[int, Tensor]
+    encoding: EncodingName = "alone"
+    context_ids: tuple[int, ...] = ()
     cost: float = 0.0
     chunk_id: str = ""
     document_id: str = ""
@@ -73,12 +80,12 @@ class ShardEntry:
     text: str = ""
 
 
-def entry_size(format: StateFormat, tokens: int) -> int:
+def entry_size(format: StateFormat, tokens: int, context_tokens: int = 0) -> int:
     """Bytes that a chunk of so many tokens takes in a shard, rather too many than too few."""
     columns = len(_DESCRIPTION) + len(format.stored_layers)
     states = sum(format.size(layer, tokens) for layer in format.stored_layers)
     # Texts have some four bytes for each token, which has four more for its id; the rest is around each value.
-    return states + 12 * tokens + 256 * columns
+    return states + 12 * tokens + 4 * context_tokens + 256 * columns
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class ShardWriter:
     def add(self, entry: ShardEntry) -> None:
         """Append a chunk."""
         payloads = [entry.layers[layer].numpy() for layer in self.format.stored_layers]
-        checksums = [xxhash.xxh3_64_intdigest(pack_token_ids(entry.token_ids))]
+        checksums = [xxhash.xxh3_64_intdigest(pack_token_ids(ids)) for ids in (entry.context_ids, entry.token_ids)]
         checksums += [xxhash.xxh3_64_intdigest(payload.data) for payload in payloads]
         values = {**vars(entry), "xxh3": checksums}
         columns = [pa.array([values[field.name]], type=field.type) for field in _DESCRIPTION]
@@ -216,16 +223,17 @@ def read_shard(path: Path, container: Container) -> ShardContent:
 def _states(row: dict[str, Any], ends: list[int], format: StateFormat) -> NewStates:
     """A row's states; the lengths of what ends there follow from the format."""
     tokens = len(row["token_ids"])
-    lengths = [4 * tokens, *(format.size(layer, tokens) for layer in format.stored_layers)]
+    lengths = [4 * len(row["context_ids"]), 4 * tokens]
+    lengths += [format.size(layer, tokens) for layer in format.stored_layers]
     places = zip(ends, lengths, row["xxh3"], strict=True)
-    ranges = tuple(ByteRange(end - length, length, checksum) for end, length, checksum in places)
-    if not 0 <= row["cost"] < math.inf or any(it.offset < 0 for it in ranges):
+    context_ids, *ranges = (ByteRange(end - length, length, checksum) for end, length, checksum in places)
+    if not 0 <= row["cost"] < math.inf or any(it.offset < 0 for it in (context_ids, *ranges)):
         raise ValueError(f"the entry {row['key']} makes no sense")
-    return NewStates(row["key"], row["cost"], ranges)
+    return NewStates(row["key"], row["cost"], tuple(ranges), context_ids)
 
 
 _Ends = list[list[int]]
-"""For each chunk where its token ids end in the file, then where each layer does."""
+"""For each chunk where the ids of its context end in the file, where its own do, then where each layer does."""
 
 
 def _arrow_ends(path: Path) -> tuple[pa.Schema, list[dict[str, Any]], _Ends]:
@@ -239,12 +247,15 @@ def _arrow_ends(path: Path) -> tuple[pa.Schema, list[dict[str, Any]], _Ends]:
             batch = reader.get_batch(index)
             batch.validate(full=True)
             rows += batch.select([field.name for field in _DESCRIPTION]).to_pylist()
-            ids = batch.column("token_ids").values
-            buffers = [(ids.buffers()[1], 4 * len(ids))]
+            buffers = []
+            for name in ("context_ids", "token_ids"):
+                ids = batch.column(name).values
+                buffers.append((ids.buffers()[1], 4 * len(ids)))
             for column in batch.columns[len(_DESCRIPTION) :]:
                 _, offsets, payload = column.buffers()
                 buffers.append((payload, int(np.frombuffer(offsets, dtype=np.int32, count=2)[1])))
-            ends.append([buffer.address + size - base for buffer, size in buffers])
+            # An empty one may have no place at all.
+            ends.append([buffer.address + size - base if size else 0 for buffer, size in buffers])
         return reader.schema, rows, ends
 
 
@@ -259,7 +270,7 @@ def _parquet_ends(path: Path) -> tuple[pa.Schema, list[dict[str, Any]], _Ends]:
             table = file.read_row_group(index)
             rows += table.select([field.name for field in _DESCRIPTION]).to_pylist()
             group = file.metadata.row_group(index)
-            columns = [group.column(number) for number in range(len(_DESCRIPTION) - 1, group.num_columns)]
+            columns = [group.column(number) for number in range(len(_DESCRIPTION) - 2, group.num_columns)]
             ends.append([column.data_page_offset + column.total_compressed_size for column in columns])
         return file.schema_arrow, rows, ends
 

@@ -11,7 +11,7 @@ from ragcache.states.durable import file_checksum
 from ragcache.states.inventory import Inventory, ShardInventory, StatesInUse
 from ragcache.states.journal import replay
 from ragcache.states.key import state_key
-from ragcache.states.miss import MissReason, UnusableStatesError
+from ragcache.states.miss import Miss, MissReason, UnusableStatesError
 from ragcache.states.reading import read_states
 from ragcache.states.shard import Container, read_shard
 from ragcache.states.store import StateStore
@@ -56,6 +56,7 @@ class VerifyReport:
         damaged: states that must be encoded again.
         shards: with any damage; copying what is sound in them makes them whole.
         journal: cannot be replayed to what the catalog holds.
+        given_up: encodings that could not be made again as they were; the next indexing run makes others.
     """
 
     states: int = 0
@@ -64,6 +65,7 @@ class VerifyReport:
     damaged: list[StatesInUse] = field(default_factory=list)
     shards: list[int] = field(default_factory=list)
     journal: bool = False
+    given_up: list[Miss] = field(default_factory=list)
 
     def add(self, part: Part, name: str | Path, reason: str, detail: str) -> None:
         """Note a fault."""
@@ -103,14 +105,12 @@ def _verify_shard(store: StateStore, inventory: Inventory, shard: ShardInventory
     identity = store.identity()
     sound = True
     for it in inventory.states(shard.id):
-        chunk, states = it.chunk, it.chunk.states
-        if states is None:
-            continue
+        chunk, context = it.chunk, it.encoding.context
         report.states += 1
         try:
-            if states.key != state_key(identity.digest, identity.prefix, (), chunk.token_ids):
-                raise UnusableStatesError(MissReason.FINGERPRINT, "the states are of another model, prefix or text")
-            read_states(states, chunk.token_ids)
+            if it.states.key != state_key(identity.digest, identity.prefix, context, chunk.token_ids):
+                raise UnusableStatesError(MissReason.FINGERPRINT, "the states are of another model, context or text")
+            read_states(it.states, context, chunk.token_ids)
         except UnusableStatesError as fault:
             sound = False
             report.add(Part.CHUNK, chunk.chunk_id, fault.reason, fault.detail)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
+from ragcache.settings import EncodingName
 from ragcache.states import changes
 from ragcache.states.form import StateFormat
 from ragcache.states.journal import write_journal
 from ragcache.states.locked import LockedStore, WriteOptions, disk_error
-from ragcache.states.records import DocumentChunks, NewShard, VectorsVersion
+from ragcache.states.records import DocumentChunks, NewEncoding, NewShard, VectorsVersion, as_written
 from ragcache.states.shard import ShardEntry
 from ragcache.states.store import StateStore
 
@@ -93,9 +94,9 @@ class StoreWriter(LockedStore):
             documents: new or changed documents with all of their chunks; old chunks of the same ids go.
             removed: ids of documents to take out.
             vectors: index file that holds exactly the chunks visible afterwards.
-            evicted: keys of chunks that were not encoded for lack of space.
+            evicted: keys of encodings that were not made for lack of space.
         """
-        keys = [chunk.key for _, chunks in documents for chunk in chunks]
+        keys = [encoding.key for _, chunks in documents for chunk in chunks for encoding in chunk.encodings]
         with self.changing() as dead:
             shards = self._finished_shards()
             write_journal(self.store.shard_folder, self.journal_header(vectors, removed), documents)
@@ -109,13 +110,60 @@ class StoreWriter(LockedStore):
                 dead += changes.drop_unused(connection, candidates | set(added.values()))
                 changes.set_vectors(connection, vectors)
 
-    def assign(self, chunks: Sequence[tuple[int, str]]) -> None:
-        """Commit what was put as states of chunks that are there already: pairs of vector id and key."""
+    def add_encodings(
+        self, encodings: Sequence[tuple[int, NewEncoding]], vectors: VectorsVersion, evicted: Collection[str] = ()
+    ) -> None:
+        """Commit what was put as encodings that chunks of the catalog had not, or others of the same names.
+
+        Args:
+            encodings: each with the chunk's vector id.
+            vectors: index file of a new generation, which the journal goes by.
+            evicted: keys of encodings that were not made for lack of space.
+        """
+        keys = [encoding.key for _, encoding in encodings]
+        with self.changing() as dead:
+            shards = self._finished_shards()
+            write_journal(self.store.shard_folder, self.journal_header(vectors), self._with_encodings(encodings))
+            with self.store.catalog.transaction() as connection:
+                added = self.add_shards(connection, shards)
+                stored = changes.states_of(connection, keys, self.format.to_json(), self._unusable_shards)
+                before = changes.add_encodings(connection, encodings, stored | added, evicted)
+                dead += changes.drop_unused(connection, before | set(added.values()))
+                changes.set_vectors(connection, vectors)
+
+    def _with_encodings(self, encodings: Sequence[tuple[int, NewEncoding]]) -> Iterator[DocumentChunks]:
+        """All of the documents whose chunks those are, as they are once that is committed."""
+        catalog = self.store.catalog
+        new: dict[int, list[NewEncoding]] = {}
+        for vector_id, encoding in encodings:
+            new.setdefault(vector_id, []).append(encoding)
+        ids = dict.fromkeys(chunk.document_id for chunk in catalog.chunks_by_vector(list(new)))
+        for document in catalog.documents(list(ids)):
+            chunks = catalog.chunks_by_vector(catalog.vector_ids([document.id]))
+            yield document, [as_written(chunk, new.get(chunk.vector_id, ())) for chunk in chunks]
+
+    def remove_encodings(self, name: EncodingName) -> None:
+        """Take all encodings of a name away; nothing may be pending. The journal still has them."""
+        with self.changing() as dead, self.store.catalog.transaction() as connection:
+            dead += changes.remove_encodings(connection, name)
+
+    def write_recipe(self, recipe: str) -> None:
+        """Note how all contexts were chosen."""
+        with self.store.catalog.transaction() as connection:
+            changes.set_recipe(connection, recipe)
+
+    def assign(self, encodings: Sequence[tuple[int, EncodingName, str | None]]) -> None:
+        """Commit what was put as states of encodings that are there already: the chunk's vector id, name and key.
+
+        Without a key the encoding is given up, and the next indexing run makes it anew.
+        """
         with self.changing() as dead:
             shards = self._finished_shards()
             with self.store.catalog.transaction() as connection:
                 added = self.add_shards(connection, shards)
-                dead += changes.assign(connection, [(vector_id, added[key]) for vector_id, key in chunks])
+                dead += changes.assign(
+                    connection, [(chunk, name, None if key is None else added[key]) for chunk, name, key in encodings]
+                )
 
     def _finished_shards(self) -> list[NewShard]:
         self._pending = set()

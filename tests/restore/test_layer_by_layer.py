@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ragcache import RagCache
+from ragcache.indexer.contexts import alone
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.model.forward import Segment, forward
 from ragcache.model.kv_cache import KVCache
@@ -21,7 +22,7 @@ from ragcache.restore.restorer import Restorer
 from ragcache.states.form import Form, LayerFormat, StateFormat
 from ragcache.states.key import state_key
 from ragcache.states.reading import ShardFile
-from ragcache.states.records import StoredStates
+from ragcache.states.records import Encoding, StoredStates
 from ragcache.states.shard import Container, ShardEntry, ShardOrigin, ShardWriter
 from tests.conftest import make_document
 from tests.restore.test_restorer import check_against_reference, chunks_of, place, restore
@@ -47,7 +48,7 @@ class TestWindows:
         request, report = restore(cache, placements)
         assert not report.misses
         # Recomputed chunks are written to every layer in full.
-        whole, recomputed = restore(cache, [replace(it, states=None) for it in placements])
+        whole, recomputed = restore(cache, [replace(it, encoding=None) for it in placements])
         assert recomputed.restored_chunks == 0
         logits = logits_after(cache, request)
         assert torch.isfinite(logits).all()
@@ -77,14 +78,14 @@ class TestWindows:
         assert window is not None
         for tokens, needed in ((window - 1, 1), (window - 2, 2)):
             last = chunks[1].token_ids[:tokens]
-            first = Placement("first", chunks[0].token_ids, start, chunks[0].states)
+            first = Placement("first", chunks[0].token_ids, start, chunks[0].encoding("alone"))
             placements = [first, Placement("last", last, first.span.stop, None)]
             request, report = restore(cache, placements)
             assert first.states is not None
             size = sum(range.length for range in first.states.ranges[1:])
             assert report.read_bytes == (size if needed == 2 else 0)
             assert layers
-            whole, _ = restore(cache, [replace(it, states=None) for it in placements])
+            whole, _ = restore(cache, [replace(it, encoding=None) for it in placements])
             torch.testing.assert_close(logits_after(cache, request), logits_after(cache, whole), rtol=1e-4, atol=1e-4)
 
 
@@ -132,24 +133,23 @@ def test_the_first_layers_may_follow_from_token_ids(
     count = len(model.decoder.layers)
     tokens = LayerFormat(Form.TOKENS, 0, "raw")
     format = StateFormat("float32", (tokens,) * recomputed + (stored,) * (count - recomputed))
-    chunks = [chunk.token_ids for chunk in chunks_of(cache)[:4]]
+    records = chunks_of(cache)[:4]
+    chunks = [chunk.token_ids for chunk in records]
     digest = model.fingerprint.digest
     writer = ShardWriter(
         tmp_path, 1, format, Container.ARROW, ShardOrigin("test", model.fingerprint.to_json(), digest, prefix)
     )
-    encoded = StateEncoder(model, cache.engine.prefix, format).encode(chunks)
+    encoded = StateEncoder(model, cache.engine.prefix, format).encode([alone(chunk) for chunk in records])
     for token_ids, layers in zip(chunks, encoded, strict=True):
         assert len(layers) == count - recomputed
-        writer.add(ShardEntry(state_key(digest, prefix, (), token_ids), token_ids, layers))
+        writer.add(ShardEntry(state_key(digest, prefix, "", token_ids), token_ids, layers))
     shard = writer.close()
     placements, start = [], len(prefix)
     for index in (2, 0, 3, 1):
         states = shard.states[index]
-        placements.append(
-            Placement(
-                str(index), chunks[index], start, StoredStates(states.key, shard.path, shard.format, states.ranges)
-            )
-        )
+        stored_states = StoredStates(states.key, shard.path, shard.format, states.ranges)
+        encoding = Encoding("alone", states.key, states=stored_states)
+        placements.append(Placement(str(index), chunks[index], start, encoding))
         start = placements[-1].span.stop
     request, report = restore(cache, placements)
     assert not report.misses

@@ -405,6 +405,16 @@ class TestFormat:
             {Form.PRE_ROPE_KV},
         ]
 
+    def test_what_was_encoded_in_context_is_not_recomputed_from_tokens(
+        self, tiny_model: Callable[[str], LanguageModel]
+    ) -> None:
+        choices = candidates(tiny_model("llama"), "auto", "int8", "cuda", in_context=True)
+        assert [{it.form for it in layer} for layer in choices] == [
+            {Form.TOKENS, Form.PRE_ROPE_KV},
+            {Form.PRE_ROPE_KV},
+            {Form.PRE_ROPE_KV},
+        ]
+
 
 def test_forecast(tiny_model: Callable[[str], LanguageModel]) -> None:
     model, rated = tiny_model("llama-multi-head"), machine(read_rate=1e5)

@@ -21,6 +21,7 @@ from ragcache.states.key import state_key
 from ragcache.states.miss import MissReason
 from ragcache.states.records import ChunkRecord
 from tests.conftest import make_document
+from tests.encodings import states_of, with_states
 from tests.formats import hidden_format
 
 OpenTiny = Callable[..., RagCache]
@@ -33,7 +34,7 @@ def chunks_of(cache: RagCache) -> list[ChunkRecord]:
 def place(cache: RagCache, chunks: list[ChunkRecord]) -> list[Placement]:
     position, placements = len(cache.template.prefix), []
     for chunk in chunks:
-        placements.append(Placement(chunk.chunk_id, chunk.token_ids, position, chunk.states))
+        placements.append(Placement(chunk.chunk_id, chunk.token_ids, position, chunk.encoding("alone")))
         position += len(chunk.token_ids)
     return placements
 
@@ -48,11 +49,11 @@ def restore(cache: RagCache, placements: list[Placement]) -> tuple[KVCache, Rest
     return request, report
 
 
-def reference(cache: RagCache, placement: Placement) -> list[tuple[Tensor, Tensor]]:
-    """KV of a chunk encoded after the prefix by a plain transformers prefill, at the chunk's final position."""
-    prefix = cache.template.prefix
-    ids = torch.tensor([[*prefix, *placement.token_ids]])
-    positions = torch.arange(placement.start - len(prefix), placement.span.stop)[None]
+def reference(cache: RagCache, placement: Placement, context: tuple[int, ...] = ()) -> list[tuple[Tensor, Tensor]]:
+    """KV of a chunk after prefix and context by a plain transformers prefill, at the chunk's final position."""
+    before = (*cache.template.prefix, *context)
+    ids = torch.tensor([[*before, *placement.token_ids]])
+    positions = torch.arange(placement.start - len(before), placement.span.stop)[None]
     with torch.inference_mode():
         output = cache.model.module(input_ids=ids, position_ids=positions, use_cache=True)
     own = slice(-len(placement.token_ids), None)
@@ -145,13 +146,13 @@ def unreadable(placement: Placement) -> Placement:
 
 
 def never_stored(placement: Placement) -> Placement:
-    return replace(placement, states=None)
+    return with_states(placement, None)
 
 
 def of_another_model(placement: Placement) -> Placement:
     assert placement.states is not None
-    key = state_key("another model", (1,), (), placement.token_ids)
-    return replace(placement, states=replace(placement.states, key=key))
+    key = state_key("another model", (1,), "", placement.token_ids)
+    return with_states(placement, replace(placement.states, key=key))
 
 
 def of_other_tokens(placement: Placement) -> Placement:
@@ -163,25 +164,25 @@ def of_other_tokens(placement: Placement) -> Placement:
 
 def in_an_unknown_codec(placement: Placement) -> Placement:
     assert placement.states is not None
-    return replace(placement, states=replace(placement.states, format='{"dtype": "float32", "layers": []}'))
+    return with_states(placement, replace(placement.states, format='{"dtype": "float32", "layers": []}'))
 
 
 def of_another_shape(placement: Placement) -> Placement:
     assert placement.states is not None
     format = hidden_format(3, 50, "raw", "float32").to_json()
-    return replace(placement, states=replace(placement.states, format=format))
+    return with_states(placement, replace(placement.states, format=format))
 
 
 def with_wrong_length(placement: Placement) -> Placement:
     assert placement.states is not None
     *others, last = placement.states.ranges
     ranges = (*others, replace(last, length=last.length - 1))
-    return replace(placement, states=replace(placement.states, ranges=ranges))
+    return with_states(placement, replace(placement.states, ranges=ranges))
 
 
 def with_a_layer_missing(placement: Placement) -> Placement:
     assert placement.states is not None
-    return replace(placement, states=replace(placement.states, ranges=placement.states.ranges[:-1]))
+    return with_states(placement, replace(placement.states, ranges=placement.states.ranges[:-1]))
 
 
 FAULTS: dict[Fault, MissReason] = {
@@ -208,7 +209,7 @@ def test_a_fault_is_a_miss_of_that_chunk_and_changes_no_answer(open_tiny: OpenTi
     for number in range(3):
         cache.index([make_document(number, sentences=3)])
     chunks = chunks_of(cache)
-    assert len({chunk.states.shard for chunk in chunks if chunk.states}) == 3
+    assert len({states.shard for chunk in chunks if (states := states_of(chunk))}) == 3
 
     sound = place(cache, chunks)
     expected, report = restore(cache, sound)
@@ -216,7 +217,7 @@ def test_a_fault_is_a_miss_of_that_chunk_and_changes_no_answer(open_tiny: OpenTi
 
     placements = [sound[0], fault(sound[1]), sound[2]]
     if fault is of_other_tokens:
-        placements[1] = replace(placements[1], states=sound[1].states)
+        placements[1] = replace(placements[1], encoding=sound[1].encoding)
     request, report = restore(cache, placements)
     assert [(miss.chunk_id, miss.reason) for miss in report.misses] == [(chunks[1].chunk_id, FAULTS[fault])]
     assert report.misses[0].detail
@@ -239,15 +240,16 @@ def test_states_of_other_tokens_under_the_right_key_are_found_out(cache: RagCach
     chunks = chunks_of(cache)
     first = chunks[0]
     other = next(c for c in chunks[1:] if len(c.token_ids) == len(first.token_ids))
-    assert first.states is not None
-    assert other.states is not None
-    states = replace(first.states, ranges=other.states.ranges, shard=other.states.shard)
-    _, report = restore(cache, [replace(place(cache, [first])[0], states=states)])
+    right, wrong = states_of(first), states_of(other)
+    assert right is not None
+    assert wrong is not None
+    states = replace(right, ranges=wrong.ranges, shard=wrong.shard)
+    _, report = restore(cache, [with_states(place(cache, [first])[0], states)])
     assert [miss.reason for miss in report.misses] == [MissReason.TOKEN_IDS]
 
 
 def test_all_chunks_bad(cache: RagCache) -> None:
-    placements = [replace(p, states=None) for p in place(cache, chunks_of(cache)[:3])]
+    placements = [with_states(p, None) for p in place(cache, chunks_of(cache)[:3])]
     request, report = restore(cache, placements)
     assert len(report.misses) == 3
     assert report.restored_tokens == 0
@@ -268,7 +270,8 @@ def test_chunks_of_several_formats_in_one_prompt(open_tiny: OpenTiny, order: tup
         cache.index([make_document(number)], source=f"source {number}")
     chunks = chunks_of(cache)
     by_document = {int(chunk.document_id.removeprefix("doc-")): chunk for chunk in chunks}
-    assert len({chunk.states.format for chunk in chunks if chunk.states}) == len(kinds)
+    formats = {found.format for chunk in chunks if (found := states_of(chunk))}
+    assert len(formats) == len(kinds)
     numbers = [*order, *order]
     placements = place(cache, [by_document[number] for number in numbers])
     request, report = restore(cache, placements)
@@ -291,7 +294,7 @@ def test_chunks_that_have_moved_meanwhile(open_tiny: OpenTiny, tmp_path: Path) -
         if index % 2:
             gone = replace(placement.states, shard=tmp_path / f"gone-{index}.arrow")
             moved[gone.shard] = placement.states
-            placement = replace(placement, states=gone)
+            placement = with_states(placement, gone)
         placements.append(placement)
     request = cache.model.new_cache(placements[-1].span.stop)
     request.copy_prefix(cache.engine.prefix)

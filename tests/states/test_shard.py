@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from ragcache.states.durable import TEMPORARY_PREFIX, file_checksum
 from ragcache.states.form import Form, LayerFormat, StateFormat
-from ragcache.states.key import state_key
+from ragcache.states.key import context_digest, state_key
 from ragcache.states.miss import MissReason, UnusableStatesError
 from ragcache.states.reading import read_states
 from ragcache.states.records import NewShard, NewStates, StoredStates, pack_token_ids
@@ -33,7 +34,20 @@ def entry(number: int, tokens: int) -> ShardEntry:
         layer: torch.randint(256, (FORMAT.size(layer, tokens),), dtype=torch.uint8) for layer in FORMAT.stored_layers
     }
     ids = tuple(range(number, number + tokens))
-    return ShardEntry(f"key{number}", ids, layers, 2.5, f"d#{number}", "d", number, "Title", "naïve text ☃")
+    context_ids = tuple(range(1000, 1000 + number * 3))
+    return ShardEntry(
+        f"key{number}",
+        ids,
+        layers,
+        "context" if context_ids else "alone",
+        context_ids,
+        2.5,
+        f"d#{number}",
+        "d",
+        number,
+        "Title",
+        "naïve text ☃",
+    )
 
 
 @pytest.fixture
@@ -55,7 +69,7 @@ def write(folder: Path, entries: list[ShardEntry], container: Container) -> NewS
 
 
 def stored(shard: NewShard, states: NewStates) -> StoredStates:
-    return StoredStates(states.key, shard.path, shard.format, states.ranges)
+    return StoredStates(states.key, shard.path, shard.format, states.ranges, states.context_ids)
 
 
 def test_byte_ranges_hold_the_columns(tmp_path: Path, entries: list[ShardEntry], container: Container) -> None:
@@ -68,22 +82,25 @@ def test_byte_ranges_hold_the_columns(tmp_path: Path, entries: list[ShardEntry],
         for wanted, column in zip(expected, states.ranges, strict=True):
             assert content[column.offset : column.offset + column.length] == wanted
             assert column.checksum == xxhash.xxh3_64_intdigest(wanted)
-        layers = read_states(stored(shard, states), item.token_ids)
-        assert all(torch.equal(layers[layer], item.layers[layer]) for layer in FORMAT.stored_layers)
+        found = read_states(stored(shard, states), context_digest(item.context_ids), item.token_ids)
+        assert found.context_ids == item.context_ids
+        assert all(torch.equal(found.layers[layer], item.layers[layer]) for layer in FORMAT.stored_layers)
     assert shard.bytes == shard.path.stat().st_size
     assert shard.checksum == file_checksum(shard.path)
 
 
 def check_table(table: pa.Table, entries: list[ShardEntry]) -> None:
     about = json.loads(table.schema.metadata[SCHEMA_KEY])
-    assert (about["version"], about["store"], about["sequence"]) == (2, "store", 7)
+    assert (about["version"], about["store"], about["sequence"]) == (3, "store", 7)
     assert about["fingerprint"] == {"weights": "abc"}
     assert about["prefix"] == [1, 2, 3]
     assert StateFormat.from_json(json.dumps(about["format"])) == FORMAT
     assert table.column("token_ids").to_pylist() == [list(item.token_ids) for item in entries]
+    assert table.column("context_ids").to_pylist() == [list(item.context_ids) for item in entries]
+    assert table.column("encoding").to_pylist() == [item.encoding for item in entries]
     assert table.column("text").to_pylist() == ["naïve text ☃"] * len(entries)
     assert table.column("layer_001").to_pylist() == [item.layers[1].numpy().tobytes() for item in entries]
-    assert table.column("xxh3").to_pylist()[2][0] == xxhash.xxh3_64_intdigest(pack_token_ids(entries[2].token_ids))
+    assert table.column("xxh3").to_pylist()[2][1] == xxhash.xxh3_64_intdigest(pack_token_ids(entries[2].token_ids))
 
 
 def test_pyarrow_pandas_and_duckdb_open_an_arrow_shard(tmp_path: Path, entries: list[ShardEntry]) -> None:
@@ -131,10 +148,10 @@ def test_a_shard_tells_what_its_writer_told(tmp_path: Path, entries: list[ShardE
 def test_a_shard_of_another_version_is_not_read(
     tmp_path: Path, entries: list[ShardEntry], container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache.states.shard.SHARD_VERSION", 3)
+    monkeypatch.setattr("ragcache.states.shard.SHARD_VERSION", 4)
     shard = write(tmp_path, entries, container)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="version 3"):
+    with pytest.raises(ValueError, match="version 4"):
         read_shard(shard.path, container)
 
 
@@ -153,11 +170,13 @@ def test_whatever_is_changed_states_are_right_or_refused(
     hit = 0
     for item, states in zip(items, shard.states, strict=True):
         try:
-            layers = read_states(stored(shard, states), item.token_ids)
-            assert all(torch.equal(layers[layer], item.layers[layer]) for layer in FORMAT.stored_layers)
+            found = read_states(stored(shard, states), context_digest(item.context_ids), item.token_ids)
+            assert found.context_ids == item.context_ids
+            assert all(torch.equal(found.layers[layer], item.layers[layer]) for layer in FORMAT.stored_layers)
         except UnusableStatesError as fault:
             hit += fault.reason in (MissReason.CHECKSUM, MissReason.TRUNCATED)
-    inside = [r.offset <= place < r.offset + r.length for states in shard.states for r in states.ranges]
+    ranges = [it for states in shard.states for it in (*states.ranges, states.context_ids)]
+    inside = [it.offset <= place < it.offset + it.length for it in ranges]
     assert hit or not any(inside)
 
 
@@ -170,14 +189,18 @@ def test_formats_survive_json() -> None:
 
 
 def test_keys_tell_apart_what_states_depend_on() -> None:
+    one, two = context_digest((1,)), context_digest((2,))
     keys = {
-        state_key("model", (1,), (), (2, 3)),
-        state_key("other", (1,), (), (2, 3)),
-        state_key("model", (), (1,), (2, 3)),
-        state_key("model", (1, 2), (), (3,)),
-        state_key("model", (1,), (2,), (3,)),
-        state_key("model", (1,), (), (3, 2)),
+        state_key("model", (1,), "", (2, 3)),
+        state_key("other", (1,), "", (2, 3)),
+        state_key("model", (), one, (2, 3)),
+        state_key("model", (1, 2), "", (3,)),
+        state_key("model", (1,), one, (3,)),
+        state_key("model", (1,), two, (3,)),
+        state_key("model", (1,), "", (3, 2)),
     }
-    assert len(keys) == 6
+    assert len(keys) == 7
+    assert context_digest(()) == ""
     # Keys must not change between versions, or every stored state goes stale.
-    assert state_key("f", (1, 2), (), (3,)) == "6823b55d524fbdd9166d084aab458013a2f96bd91abe255274915f61f791d052"
+    assert state_key("f", (1, 2), "", (3,)) == "6823b55d524fbdd9166d084aab458013a2f96bd91abe255274915f61f791d052"
+    assert context_digest((7, 8)) == hashlib.sha256(bytes([7, 0, 0, 0, 8, 0, 0, 0])).hexdigest()

@@ -20,6 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from ragcache.errors import StoreError
+from ragcache.indexer.contexts import Block
+from ragcache.indexer.contexts import context_ids as ids_of_contexts
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.repair import StateRepair, readmit
 from ragcache.maintenance import (
@@ -32,19 +34,27 @@ from ragcache.maintenance import (
 )
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.vectors import VectorIndex, remove_other_generations
-from ragcache.settings import load_settings
+from ragcache.settings import EncodingName, load_settings
 from ragcache.states.compact import CompactReport, enforce_limits, rewrite
 from ragcache.states.eviction import Candidate, priority
 from ragcache.states.folders import shard_files
 from ragcache.states.form import StateFormat
 from ragcache.states.inventory import Inventory
 from ragcache.states.journal import write_journal
-from ragcache.states.key import state_key
+from ragcache.states.key import CONTEXT_END, context_digest, state_key
 from ragcache.states.locked import LockedStore, WriteOptions
 from ragcache.states.miss import MissReason, UnusableStatesError
-from ragcache.states.reading import read_states
+from ragcache.states.reading import ReadStates, read_states
 from ragcache.states.rebuild import rebuild
-from ragcache.states.records import ChunkRecord, DocumentRecord, NewChunk, StoredStates, VectorsVersion
+from ragcache.states.records import (
+    ChunkRecord,
+    DocumentRecord,
+    Encoding,
+    NewChunk,
+    NewEncoding,
+    StoredStates,
+    VectorsVersion,
+)
 from ragcache.states.shard import Container, ShardEntry, entry_size
 from ragcache.states.store import StateStore, StoreIdentity
 from ragcache.states.usage import NEVER_USED, KeyUsage
@@ -63,13 +73,26 @@ def token_ids(content: int) -> tuple[int, ...]:
     return tuple(range(100 * content, 100 * content + 1 + 4 * (content % 4)))
 
 
-def key_of(ids: Sequence[int]) -> str:
-    return state_key(IDENTITY.digest, IDENTITY.prefix, (), ids)
+Context = tuple[int, ...]
+"""Contents that a chunk is encoded after; none when it is encoded alone."""
 
 
-def layers_of(ids: Sequence[int], format: StateFormat) -> dict[int, Tensor]:
-    """Bytes that stand for the states of some tokens: always the same, others for other tokens or another format."""
-    seed = [ids[0], len(format.layers), *format.layers[1].codec.encode()]
+def context_ids(context: Context) -> tuple[int, ...]:
+    """Each content is a context of its own."""
+    return separated([token_ids(content) for content in context])
+
+
+def separated(contexts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(it for index, ids in enumerate(contexts) for it in ([CONTEXT_END] * (index > 0) + [*ids]))
+
+
+def key_of(content: int, context: Context = ()) -> str:
+    return state_key(IDENTITY.digest, IDENTITY.prefix, context_digest(context_ids(context)), token_ids(content))
+
+
+def layers_of(context: Sequence[int], ids: Sequence[int], format: StateFormat) -> dict[int, Tensor]:
+    """Bytes that stand for the states of some tokens: always the same, others for other tokens, context or format."""
+    seed = [ids[0], len(format.layers), *format.layers[1].codec.encode(), *(it % 2**32 for it in context)]
     random = np.random.default_rng(seed)
     return {
         layer: torch.from_numpy(random.integers(0, 256, format.size(layer, len(ids)), dtype=np.uint8))
@@ -85,19 +108,46 @@ class FakeEncoder:
     def __init__(self, format: StateFormat) -> None:
         self.format = format
 
-    def encode(self, chunks: Sequence[Sequence[int]]) -> list[dict[int, Tensor]]:
-        return [layers_of(ids, self.format) for ids in chunks]
+    def encode(self, blocks: Sequence[Block[ChunkRecord]]) -> list[dict[int, Tensor]]:
+        return [
+            layers_of(ids_of_contexts(block.contexts(index)), chunk.token_ids, self.format)
+            for block in blocks
+            for index, chunk in enumerate(block.chunks)
+        ]
 
-    def size(self, tokens: int) -> int:
-        return entry_size(self.format, tokens)
+    def size(self, tokens: int, context_tokens: int = 0) -> int:
+        return entry_size(self.format, tokens, context_tokens)
 
-    def cost(self, tokens: int) -> float:
-        return 1000.0 * tokens + 50.0 * tokens**2
+    def cost(self, tokens: int, context_tokens: int = 0) -> float:
+        return 1000.0 * (tokens + context_tokens) + 50.0 * (tokens + context_tokens) ** 2
 
 
 def embedder() -> Embedder:
     """Stands where the embedding model is wanted; no vectors are ever lost here, so it has nothing to embed."""
     return cast(Embedder, SimpleNamespace(dimension=1))
+
+
+@dataclass
+class Made:
+    """What the store must say of an encoding."""
+
+    content: int
+    context: Context
+    format: str | None
+    evicted: bool = False
+
+    @property
+    def name(self) -> EncodingName:
+        return "context" if self.context else "alone"
+
+    @property
+    def key(self) -> str:
+        return key_of(self.content, self.context)
+
+    @property
+    def described(self) -> NewEncoding:
+        contexts = tuple((key_of(it),) for it in self.context)
+        return NewEncoding(self.name, self.key, context_digest(context_ids(self.context)), contexts)
 
 
 @dataclass
@@ -109,12 +159,7 @@ class Chunk:
     ordinal: int
     text: str
     content: int
-    format: str | None
-    evicted: bool
-
-    @property
-    def key(self) -> str:
-        return key_of(token_ids(self.content))
+    encodings: list[Made]
 
 
 @dataclass
@@ -125,16 +170,20 @@ class Document:
     chunks: list[Chunk] = field(default_factory=list)
 
 
-Contents = dict[str, list[int]]
-"""Documents by name, with the content of each chunk."""
+Contents = dict[str, list[tuple[int, list[Context]]]]
+"""Documents by name, with the content of each chunk and what it is encoded after."""
+Unencoded = set[tuple[int, EncodingName]]
 
 NAMES = st.sampled_from("abcdef")
-DOCUMENTS = st.dictionaries(NAMES, st.lists(st.integers(0, CONTENTS - 1), max_size=4), min_size=1, max_size=3)
+CONTENT = st.integers(0, CONTENTS - 1)
+CONTEXT = st.lists(CONTENT, min_size=1, max_size=2).map(tuple)
+CHUNKS = st.tuples(CONTENT, st.just([()]) | st.tuples(st.just(()), CONTEXT).map(list) | st.tuples(CONTEXT).map(list))
+DOCUMENTS = st.dictionaries(NAMES, st.lists(CHUNKS, max_size=4), min_size=1, max_size=3)
 COMMITS = st.lists(
     st.tuples(
         DOCUMENTS,
         st.sets(NAMES, max_size=1),  # removed
-        st.sets(st.integers(0, CONTENTS - 1), max_size=3),  # not encoded for lack of space
+        st.sets(st.tuples(CONTENT, st.sampled_from(["alone", "context"])), max_size=4),  # not encoded for lack of space
     ),
     min_size=1,
     max_size=2,
@@ -171,14 +220,14 @@ class StoreMachine(RuleBasedStateMachine):
     # Changes.
 
     @rule(commits=COMMITS, format=FORMAT, options=OPTIONS)
-    def put(self, commits: list[tuple[Contents, set[str], set[int]]], format: StateFormat, options: Options) -> None:
+    def put(self, commits: list[tuple[Contents, set[str], Unencoded]], format: StateFormat, options: Options) -> None:
         with StoreWriter(self.store, format, self.write_options(options)) as writer:
             for contents, removed, unencoded in commits:
                 gone = (removed & self.documents.keys()) - contents.keys()
                 documents = self.prepare(writer, contents, unencoded)
                 after = {**{name: it for name, it in self.documents.items() if name not in gone}, **documents}
                 version = self.save_vectors(after)
-                evicted = {it.key for document in documents.values() for it in document.chunks if it.evicted}
+                evicted = {it.key for it in encodings_of(documents) if it.evicted}
                 writer.commit([new_chunks(it) for it in documents.values()], gone, version, evicted)
                 remove_other_generations(self.store.vector_folder, version.generation)
                 self.documents = after
@@ -208,7 +257,7 @@ class StoreMachine(RuleBasedStateMachine):
     def evict(self, part: float, options: Options) -> None:
         total = sum(self.store.catalog.shards().values())
         budget = max(1, int(part * total))
-        before = {it.vector_id for it in self.catalog_chunks() if it.states is not None}
+        before = self.with_states()
         with LockedStore(self.store, replace(self.write_options(options), budget_bytes=budget)) as locked:
             choose_victims = locked.budget.choose_victims
 
@@ -227,11 +276,11 @@ class StoreMachine(RuleBasedStateMachine):
                 report = enforce_limits(locked)
         assert not report.damaged
         assert sum(self.store.catalog.shards().values()) <= budget
-        gone = before - {it.vector_id for it in self.catalog_chunks() if it.states is not None}
+        gone = before - self.with_states()
         assert total > budget or not gone
-        for chunk in self.chunks():
-            if chunk.vector_id in gone:
-                chunk.format, chunk.evicted = None, True
+        for place, made in self.encodings():
+            if place in gone:
+                made.format, made.evicted = None, True
         self.written()
 
     @rule(part=st.none() | st.floats(0, 2), format=FORMAT, options=OPTIONS)
@@ -243,21 +292,24 @@ class StoreMachine(RuleBasedStateMachine):
         with StoreWriter(self.store, format, chosen) as writer:
             readmitted = readmit(repair_with(writer))
         assert part is None or readmitted == 0 or sum(self.store.catalog.shards().values()) <= budget
-        found = {it.vector_id: it.states for it in self.catalog_chunks()}
-        for chunk in self.chunks():
-            states = found[chunk.vector_id]
-            if chunk.evicted and states is not None:
-                chunk.format, chunk.evicted = format.to_json(), False
-            elif chunk.format is not None and states is None:
+        found = self.catalog_encodings()
+        for place, made in self.encodings():
+            if made.evicted and found[place].states is not None:
+                made.format, made.evicted = format.to_json(), False
+            elif made.evicted and not found[place].evicted:
+                assert not self.can_be_made_again(made)
+                made.evicted = False
+            elif made.format is not None and found[place].states is None:
                 assert readmitted
-                chunk.format, chunk.evicted = None, True
-            assert part is not None or not chunk.evicted
+                made.format, made.evicted = None, True
+            assert part is not None or not made.evicted
         self.written()
 
     @rule(contents=st.lists(st.integers(0, CONTENTS - 1), min_size=1, max_size=4), times=st.integers(1, 5))
     def use(self, contents: list[int], times: int) -> None:
         for _ in range(times):
-            self.store.usage.record([key_of(token_ids(it)) for it in contents], len(contents), [])
+            used = [it.key for it in encodings_of(self.documents) if it.content in contents]
+            self.store.usage.record([*used, *map(key_of, contents)], len(contents), [])
         self.store.usage.flush()
 
     # Faults.
@@ -269,11 +321,15 @@ class StoreMachine(RuleBasedStateMachine):
         with StoreWriter(self.store, format, self.write_options(options)) as writer:
             report = repair_store(writer, repair_with(writer), embedder, lambda done, total: None)
         assert report.faults
-        lost = [it.chunk.states for it in report.damaged]
-        places = {(it.key, it.format) for it in lost if it is not None}
+        places = {(it.states.key, it.states.format) for it in report.damaged}
+        given_up = []
         for chunk in self.chunks():
-            if (chunk.key, chunk.format) in places:
-                chunk.format = format.to_json()
+            for made in chunk.encodings:
+                if (made.key, made.format) in places:
+                    again = self.can_be_made_again(made)
+                    made.format = format.to_json() if again else None
+                    given_up += [] if again else [(chunk.chunk_id, MissReason.CONTEXT)]
+        assert sorted((it.chunk_id, it.reason) for it in report.given_up) == sorted(given_up)
         self.written()
 
     @precondition(lambda self: self.store.catalog.shards())
@@ -286,12 +342,13 @@ class StoreMachine(RuleBasedStateMachine):
             [chosen] = [it for it in Inventory(self.store.catalog).shards() if it.path == shard]
             rewrite(locked, [chosen], report)
         assert len(report.damaged) == 1
-        present = {it.vector_id for it in self.catalog_chunks() if it.states is not None}
-        lost = [chunk for chunk in self.chunks() if chunk.format is not None and chunk.vector_id not in present]
-        assert report.damaged[0].chunk_id in {chunk.chunk_id for chunk in lost}
-        assert len({chunk.key for chunk in lost}) == 1
-        for chunk in lost:
-            chunk.format = None
+        present = self.with_states()
+        lost = {place: it for place, it in self.encodings() if it.format is not None and place not in present}
+        vector_ids = {vector_id for vector_id, _ in lost}
+        assert report.damaged[0].chunk_id in {it.chunk_id for it in self.chunks() if it.vector_id in vector_ids}
+        assert len({it.key for it in lost.values()}) == 1
+        for made in lost.values():
+            made.format = None
         self.written()
 
     @rule(contents=DOCUMENTS, format=FORMAT, options=OPTIONS)
@@ -346,12 +403,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.documents = self.journaled if self.journaled is not None else self.documents
         assert self.store.catalog.last_vector_id() >= self.last_vector_id
         self.last_vector_id = self.store.catalog.last_vector_id()
-        found = {it.vector_id: it.states for it in self.catalog_chunks()}
-        for chunk in self.chunks():
-            states = found[chunk.vector_id]
-            assert chunk.format is None or states is not None
+        found = self.catalog_encodings()
+        for place, made in self.encodings():
+            states = found[place].states
+            assert made.format is None or states is not None
             # The journal knows nothing of formats and of what was evicted; of two formats the youngest is taken.
-            chunk.format, chunk.evicted = states.format if states else None, False
+            made.format, made.evicted = states.format if states else None, False
         self.journaled = None
         self.strays = self.files() - self.store.catalog.shards().keys()
         assert alone or not self.strays
@@ -385,36 +442,36 @@ class StoreMachine(RuleBasedStateMachine):
         without = {
             name
             for name, document in self.documents.items()
-            if any(chunk.format is None and not chunk.evicted for chunk in document.chunks)
+            if any(it.format is None and not it.evicted for it in encodings_of({name: document}))
         }
         assert self.store.catalog.documents_without_states() == without
 
     @invariant()
     def what_was_looked_up_is_found(self) -> None:
-        in_use = {(chunk.key, chunk.format) for chunk in self.chunks()}
-        for chunk in self.looked_up:
-            states = chunk.states
-            if states is None:
-                continue
+        in_use = {(made.key, made.format) for _, made in self.encodings()}
+        for chunk, encoding, states in with_states(self.looked_up):
             if not states.shard.exists():
                 with pytest.raises(UnusableStatesError) as caught:
-                    read_states(states, chunk.token_ids)
+                    read_states(states, encoding.context, chunk.token_ids)
                 assert caught.value.reason is MissReason.MISSING
                 moved = self.reader.catalog.relocated(states)
                 assert (moved is not None) == ((states.key, states.format) in in_use)
                 if moved is None:
                     continue
                 states = moved
-            layers = read_states(states, chunk.token_ids)
-            check_layers(layers, chunk.token_ids, states)
+            check_states(read_states(states, encoding.context, chunk.token_ids), chunk, states)
 
     @invariant()
     def states_are_those_that_were_put(self) -> None:
         for store in (self.store, self.reader):
             for batch in store.catalog.all_chunks():
-                for chunk in batch:
-                    if chunk.states is not None:
-                        check_layers(read_states(chunk.states, chunk.token_ids), chunk.token_ids, chunk.states)
+                for chunk, encoding, states in with_states(batch):
+                    found = read_states(states, encoding.context, chunk.token_ids)
+                    check_states(found, chunk, states)
+                    members = store.catalog.chunks_by_content(encoding.members)
+                    if len(members) == len(set(encoding.members)):
+                        contexts = [members[content].token_ids for (content,) in encoding.contexts]
+                        assert found.context_ids == separated(contexts)
 
     @invariant()
     def nothing_is_wrong(self) -> None:
@@ -431,8 +488,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def sizes_add_up(self) -> None:
-        states = {(it.states.shard, it.states.ranges) for it in self.catalog_chunks() if it.states is not None}
-        payload = sum(it.length for _, ranges in states for it in ranges)
+        states = {(it.shard, it.ranges, it.context_ids) for _, _, it in with_states(self.catalog_chunks())}
+        payload = sum(it.length for _, ranges, context in states for it in (*ranges, context))
         inventory = Inventory(self.store.catalog)
         sizes, shards = inventory.sizes(), inventory.shards()
         assert payload <= sizes["state_bytes"] == sum(it.live_bytes for it in shards)
@@ -441,15 +498,34 @@ class StoreMachine(RuleBasedStateMachine):
         assert sizes["shards"] == len(shards)
         assert sizes["shard_bytes"] == sum(path.stat().st_size for path in self.store.catalog.shards())
         assert sizes["tokens"] == sum(len(token_ids(chunk.content)) for chunk in self.chunks())
-        assert sizes["evicted_chunks"] == sum(chunk.evicted for chunk in self.chunks())
+        assert sizes["evicted_chunks"] == sum(any(it.evicted for it in chunk.encodings) for chunk in self.chunks())
         stats = store_stats(self.store)
         assert sum(it["bytes"] for it in stats.models) == sizes["state_bytes"]
+        for it in stats.encodings:
+            mine = [made for _, made in self.encodings() if made.name == it["encoding"]]
+            assert it["chunks"] == sum(made.format is not None for made in mine)
+            assert it["evicted"] == sum(made.evicted for made in mine)
+        unused = [it for it in inventory.residents() if it.key not in {made.key for _, made in self.encodings()}]
+        assert sum(it["bytes"] for it in stats.encodings) + sum(it.bytes for it in unused) <= sizes["state_bytes"]
         assert (stats.documents, stats.chunks) == (len(self.documents), len(list(self.chunks())))
 
     # Help.
 
     def chunks(self) -> Iterator[Chunk]:
         return (chunk for document in self.documents.values() for chunk in document.chunks)
+
+    def encodings(self) -> Iterator[tuple[tuple[int, EncodingName], Made]]:
+        """By the chunk's vector id and the name."""
+        return (((chunk.vector_id, it.name), it) for chunk in self.chunks() for it in chunk.encodings)
+
+    def catalog_encodings(self) -> dict[tuple[int, EncodingName], Encoding]:
+        return {(chunk.vector_id, it.name): it for chunk in self.catalog_chunks() for it in chunk.encodings}
+
+    def with_states(self) -> set[tuple[int, EncodingName]]:
+        return {place for place, it in self.catalog_encodings().items() if it.states is not None}
+
+    def can_be_made_again(self, made: Made) -> bool:
+        return set(made.context) <= {chunk.content for chunk in self.chunks()}
 
     def catalog_chunks(self) -> list[ChunkRecord]:
         return [chunk for batch in self.store.catalog.all_chunks() for chunk in batch]
@@ -470,7 +546,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.journaled = None
 
     def prepare(
-        self, writer: StoreWriter, contents: Contents, unencoded: set[int], into: dict[str, ShardEntry] | None = None
+        self, writer: StoreWriter, contents: Contents, unencoded: Unencoded, into: dict[str, ShardEntry] | None = None
     ) -> dict[str, Document]:
         """New documents, their states put into the writer, or into a dictionary by key instead."""
         documents = {}
@@ -480,18 +556,20 @@ class StoreMachine(RuleBasedStateMachine):
             document = documents[name] = Document(record)
             ids = writer.new_vector_ids(len(own))
             assert all(it > self.last_vector_id for it in ids)
-            for ordinal, (content, vector_id) in enumerate(zip(own, ids, strict=True)):
+            for ordinal, ((content, contexts), vector_id) in enumerate(zip(own, ids, strict=True)):
                 text = f"text {self.serial} of {content}"
-                chunk = Chunk(vector_id, f"{name}#{ordinal}", ordinal, text, content, writer.format.to_json(), False)
+                encodings = [Made(content, context, writer.format.to_json()) for context in contexts]
+                chunk = Chunk(vector_id, f"{name}#{ordinal}", ordinal, text, content, encodings)
                 document.chunks.append(chunk)
-                if writer.has(chunk.key) or (into is not None and chunk.key in into):
-                    continue
-                if content in unencoded:
-                    chunk.format, chunk.evicted = None, True
-                elif into is not None:
-                    into[chunk.key] = entry(record, chunk, writer.format)
-                else:
-                    writer.put(entry(record, chunk, writer.format))
+                for made in encodings:
+                    if writer.has(made.key) or (into is not None and made.key in into):
+                        continue
+                    if (content, made.name) in unencoded:
+                        made.format, made.evicted = None, True
+                    elif into is not None:
+                        into[made.key] = entry(record, chunk, made, writer.format)
+                    else:
+                        writer.put(entry(record, chunk, made, writer.format))
         return documents
 
     def save_vectors(self, documents: Mapping[str, Document]) -> VectorsVersion:
@@ -523,8 +601,8 @@ class StoreMachine(RuleBasedStateMachine):
             flip(shard.path, data.draw(st.integers(0, shard.bytes - 1)))
         else:
             in_use = data.draw(st.sampled_from(list(Inventory(self.store.catalog).states(shard.id))))
-            assert in_use.chunk.states is not None
-            part = data.draw(st.sampled_from(in_use.chunk.states.ranges))
+            ranges = [*in_use.states.ranges, in_use.states.context_ids]
+            part = data.draw(st.sampled_from([it for it in ranges if it.length]))
             flip(shard.path, part.offset + data.draw(st.integers(0, part.length - 1)))
         return shard.path
 
@@ -533,31 +611,52 @@ def check_chunk(found: ChunkRecord, record: DocumentRecord, chunk: Chunk) -> Non
     assert (found.chunk_id, found.ordinal, found.text) == (chunk.chunk_id, chunk.ordinal, chunk.text)
     assert (found.document_id, found.title, found.metadata) == (record.id, record.title, record.metadata)
     assert found.token_ids == token_ids(chunk.content)
-    assert found.evicted == chunk.evicted
-    assert (found.states and found.states.format) == chunk.format
-    assert found.states is None or found.states.key == chunk.key
+    assert found.content == key_of(chunk.content)
+    for it, made in zip(found.encodings, chunk.encodings, strict=True):
+        assert NewEncoding(it.name, it.key, it.context, it.contexts) == made.described
+        assert it.evicted == made.evicted
+        assert (it.states and it.states.format) == made.format
+        assert it.states is None or it.states.key == made.key
 
 
-def check_layers(layers: Mapping[int, Tensor], ids: tuple[int, ...], states: StoredStates) -> None:
-    expected = layers_of(ids, FORMATS[states.format])
-    assert layers.keys() == expected.keys()
-    assert all(torch.equal(layers[layer], expected[layer]) for layer in expected)
+def check_states(found: ReadStates, chunk: ChunkRecord, states: StoredStates) -> None:
+    expected = layers_of(found.context_ids, chunk.token_ids, FORMATS[states.format])
+    assert found.layers.keys() == expected.keys()
+    assert all(torch.equal(found.layers[layer], expected[layer]) for layer in expected)
+
+
+def encodings_of(documents: Mapping[str, Document]) -> Iterator[Made]:
+    return (it for document in documents.values() for chunk in document.chunks for it in chunk.encodings)
+
+
+def with_states(chunks: Sequence[ChunkRecord]) -> Iterator[tuple[ChunkRecord, Encoding, StoredStates]]:
+    return ((chunk, it, it.states) for chunk in chunks for it in chunk.encodings if it.states is not None)
 
 
 def new_chunks(document: Document) -> tuple[DocumentRecord, list[NewChunk]]:
     return document.record, [
-        NewChunk(it.vector_id, it.chunk_id, it.ordinal, it.text, token_ids(it.content), it.key)
+        NewChunk(
+            vector_id=it.vector_id,
+            chunk_id=it.chunk_id,
+            ordinal=it.ordinal,
+            text=it.text,
+            token_ids=token_ids(it.content),
+            content=key_of(it.content),
+            encodings=tuple(made.described for made in it.encodings),
+        )
         for it in document.chunks
     ]
 
 
-def entry(record: DocumentRecord, chunk: Chunk, format: StateFormat) -> ShardEntry:
-    ids = token_ids(chunk.content)
+def entry(record: DocumentRecord, chunk: Chunk, made: Made, format: StateFormat) -> ShardEntry:
+    ids, context = token_ids(chunk.content), context_ids(made.context)
     return ShardEntry(
-        key=chunk.key,
+        key=made.key,
         token_ids=ids,
-        layers=layers_of(ids, format),
-        cost=FakeEncoder(format).cost(len(ids)),
+        layers=layers_of(context, ids, format),
+        encoding=made.name,
+        context_ids=context,
+        cost=FakeEncoder(format).cost(len(ids), len(context)),
         chunk_id=chunk.chunk_id,
         document_id=record.id,
         ordinal=chunk.ordinal,
@@ -568,7 +667,7 @@ def entry(record: DocumentRecord, chunk: Chunk, format: StateFormat) -> ShardEnt
 
 def repair_with(writer: StoreWriter) -> StateRepair:
     encoder: Any = FakeEncoder(writer.format)
-    return StateRepair(writer, cast(StateEncoder, encoder), IDENTITY.prefix, batch_tokens=20)
+    return StateRepair(writer, cast(StateEncoder, encoder), batch_tokens=60)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -14,10 +14,11 @@ from ragcache.settings import load_settings
 from ragcache.states.folders import shard_files
 from ragcache.states.inventory import Inventory
 from ragcache.states.locked import WriteOptions
-from ragcache.states.records import DocumentRecord, NewChunk, VectorsVersion
+from ragcache.states.records import DocumentRecord, NewChunk, NewEncoding, VectorsVersion
 from ragcache.states.shard import ShardEntry
 from ragcache.states.store import StateStore, StoreIdentity
 from ragcache.states.writer import StoreWriter
+from tests.encodings import states_of
 from tests.formats import hidden_format
 
 FORMAT = hidden_format(2, 64, "int8", "float32")
@@ -41,7 +42,7 @@ def put(writer: StoreWriter, key: str, tokens: int = 4) -> None:
 def document(writer: StoreWriter, name: str, keys: list[str]) -> tuple[DocumentRecord, list[NewChunk]]:
     ids = writer.new_vector_ids(len(keys))
     chunks = [
-        NewChunk(vector_id, f"{name}#{i}", i, f"text of {key}", (0, 1, 2, 3), key)
+        NewChunk(vector_id, f"{name}#{i}", i, f"text of {key}", (0, 1, 2, 3), key, (NewEncoding("alone", key),))
         for i, (vector_id, key) in enumerate(zip(ids, keys, strict=True))
     ]
     return DocumentRecord(name, "here", name.title(), f"signature of {name}", {"n": 1}), chunks
@@ -86,10 +87,11 @@ def test_committed_chunks_come_back(store: StateStore) -> None:
     assert second.title == "A"
     assert second.metadata == {"n": 1}
     assert second.token_ids == (0, 1, 2, 3)
-    assert second.states is not None
-    assert second.states.key == "k1"
-    assert second.states.format == FORMAT.to_json()
-    assert [r.length for r in second.states.ranges] == [16, FORMAT.size(1, 4)]
+    states = states_of(second)
+    assert states is not None
+    assert states.key == "k1"
+    assert states.format == FORMAT.to_json()
+    assert [r.length for r in states.ranges] == [16, FORMAT.size(1, 4)]
     assert store.catalog.vectors().generation == 1
     assert store.catalog.signatures() == {"a": "signature of a"}
     assert load_settings(store.path).chunk_tokens == 77
@@ -142,12 +144,13 @@ def test_equal_chunks_share_states(store: StateStore) -> None:
     add(store, "a", ["k1"], 1)
     add(store, "b", ["k1"], 2)
     first, second = store.catalog.chunks_by_id(["a#0", "b#0"])
-    assert first.states == second.states
+    states = states_of(second)
+    assert states is not None
+    assert states_of(first) == states
     with open_writer(store) as writer:
         writer.commit([], ["a"], VectorsVersion(3, ""))
-    assert store.catalog.chunks_by_id(["b#0"])[0].states == second.states
-    assert second.states is not None
-    assert second.states.shard.exists()
+    assert states_of(store.catalog.chunks_by_id(["b#0"])[0]) == states
+    assert states.shard.exists()
 
 
 def test_states_in_another_codec_do_not_count(store: StateStore) -> None:
@@ -261,6 +264,12 @@ class TestPaths:
         with store.catalog.transaction() as connection:
             connection.execute("UPDATE meta SET value = '99' WHERE key = 'catalog_version'")
         with pytest.raises(StoreError, match="newer ragcache"):
+            StateStore.open(store.path)
+
+    def test_an_older_catalog(self, store: StateStore) -> None:
+        with store.catalog.transaction() as connection:
+            connection.execute("UPDATE meta SET value = '2' WHERE key = 'catalog_version'")
+        with pytest.raises(StoreError, match="older ragcache in another format; index into a new store"):
             StateStore.open(store.path)
 
 

@@ -205,7 +205,7 @@ class Reader:
             template = self._cache.template
             chunks = [
                 ContextChunk(
-                    it.chunk_id, it.document_id, it.title, it.text, it.score, template.chunk(it.title, it.text), None
+                    it.chunk_id, it.document_id, it.title, it.text, it.score, template.chunk(it.title, it.text)
                 )
                 for it in answer.sources
             ]

@@ -19,7 +19,7 @@ from ragcache.states.durable import TEMPORARY_PREFIX, file_checksum
 from ragcache.states.inventory import Inventory
 from ragcache.states.journal import journal_files
 from ragcache.states.miss import MissReason
-from ragcache.states.records import ChunkRecord, DocumentRecord
+from ragcache.states.records import ChunkRecord, DocumentRecord, Encoding
 from ragcache.states.store import SHARDS, StateStore
 from ragcache.states.verify import Fault, Part
 from ragcache.stream import context_chunk
@@ -232,14 +232,14 @@ class Examination:
     def _check_given_up(self, cache: RagCache) -> None:
         for batch in cache.store.catalog.all_chunks():
             for chunk in batch:
-                if chunk.states is None and not (self.scenario.evicts and chunk.evicted):
+                if any(it.states is None and not (self.scenario.evicts and it.evicted) for it in chunk.encodings):
                     self._fail(f"{chunk.chunk_id} has no states")
 
     def _check_leftovers(self, cache: RagCache) -> None:
         catalog = cache.store.catalog
         for batch in catalog.all_chunks():
             for chunk in batch:
-                if chunk.states is None:
+                if any(it.states is None for it in chunk.encodings):
                     self._fail(f"done again, {chunk.chunk_id} has no states")
         if cache.store.orphans():
             self._fail(f"done again, orphans are left: {cache.store.orphans()}")
@@ -262,8 +262,7 @@ class _Bare:
     """A chunk without states: its KV are computed."""
 
     chunk_id: str
-    states: None = None
-    evicted: bool = False
+    encodings: tuple[Encoding, ...] = ()
 
 
 def _content(catalog: Catalog) -> Content:

@@ -132,9 +132,7 @@ def _damage(workshop: Workshop, path: Path) -> None:
     _index_eight(workshop, path)
     store = workshop.open(path).store
     first, second, *_ = Inventory(store.catalog).shards()
-    states = next(Inventory(store.catalog).states(first.id)).chunk.states
-    if states is None:
-        raise ValueError("a shard without states in use")
+    states = next(Inventory(store.catalog).states(first.id)).states
     _flip(first.path, states.ranges[1].offset + 7)
     _flip(second.path, second.bytes - 1)
     _flip(journal_files(store.shard_folder)[0].path, 300)
