@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragcache.errors import SourceError
+from ragcache.indexer.contexts import alone
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.report import IndexReport, Progress
 from ragcache.indexer.sources import Document, checked
 from ragcache.indexer.splitting import Splitter
 from ragcache.indexer.upkeep import load_vectors
 from ragcache.retriever.embedding import Embedder
-from ragcache.retriever.vectors import remove_other_generations
+from ragcache.retriever.vectors import VectorIndex, remove_other_generations
+from ragcache.settings import EncodingName
 from ragcache.states.compact import enforce_limits
 from ragcache.states.key import state_key
-from ragcache.states.records import DocumentRecord, NewChunk
+from ragcache.states.records import DocumentRecord, NewChunk, NewEncoding
 from ragcache.states.shard import ShardEntry
 from ragcache.states.store import StateStore
 from ragcache.states.writer import StoreWriter
 
 EMBEDDING_BATCH = 256
 """Chunks embedded at once: few enough to see progress, enough to fill the embedding model's own batches."""
+
+COMMIT_CHUNKS = 20_000
+"""Chunks that are held in memory at most: after so many there is a commit although no shard is full."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,11 @@ class IndexJob:
         encoder: chunks to states.
         embedder: chunks to vectors.
         prefix: token ids of the prompt's prefix, part of every key.
+        encodings: what every chunk is to have; those in context are made later (`ragcache.indexer.completion`).
         settings_digest: settings that chunks depend on, part of every signature.
         batch_tokens: tokens in one forward pass.
         progress: told how it goes.
+        vectors: of all chunks; there once it runs.
     """
 
     store: StateStore
@@ -131,9 +137,11 @@ class IndexJob:
     encoder: StateEncoder
     embedder: Embedder
     prefix: tuple[int, ...]
+    encodings: tuple[EncodingName, ...]
     settings_digest: str
     batch_tokens: int
     progress: Progress
+    vectors: VectorIndex = field(init=False)
     _documents: list[tuple[DocumentRecord, list[NewChunk]]] = field(default_factory=list, init=False)
     _batch: list[tuple[NewChunk, DocumentRecord]] = field(default_factory=list, init=False)
     _batched_keys: set[str] = field(default_factory=set, init=False)
@@ -154,9 +162,8 @@ class IndexJob:
             SourceError: a document vanished since the plan was made.
             StoreError: the store cannot be written to. What was committed before is intact.
         """
-        clock = time.perf_counter()
         self.progress.start(len(plan.changed))
-        self._vectors, reembedded = load_vectors(
+        self.vectors, reembedded = load_vectors(
             self.store, lambda: self.embedder, lambda: self.progress.advance(0, 0, 0)
         )
         self._unsaved_vectors = reembedded is not None
@@ -171,7 +178,8 @@ class IndexJob:
             if added == 0:
                 empty.append(document.id)
             self.progress.advance(1, 0, 0)
-            if self.writer.pending_bytes >= self.writer.options.shard_bytes:
+            waiting_chunks = sum(len(it) for _, it in self._documents)
+            if self.writer.pending_bytes >= self.writer.options.shard_bytes or waiting_chunks >= COMMIT_CHUNKS:
                 self._commit([])
         if waiting:
             raise SourceError(f"{plan.source}: document {min(waiting)!r} vanished while indexing; run it again")
@@ -186,7 +194,6 @@ class IndexJob:
             encoded_tokens=self._encoded_tokens,
             reembedded=reembedded or 0,
             without_states=self._without_states,
-            seconds=time.perf_counter() - clock,
         )
 
     def _embed_batch(self) -> None:
@@ -195,7 +202,7 @@ class IndexJob:
             return
         ids, texts = zip(*self._unembedded, strict=True)
         owners, vectors = self.embedder.passages(texts)
-        self._vectors.add([ids[owner] for owner in owners], vectors)
+        self.vectors.add([ids[owner] for owner in owners], vectors)
         self._unembedded = []
 
     def _add(self, document: Document, source: str) -> int:
@@ -206,6 +213,9 @@ class IndexJob:
         record = DocumentRecord(document.id, source, title, signed, document.metadata)
         pieces = self.splitter.split(document)
         fingerprint = self.encoder.model.fingerprint.digest
+        contents = [state_key(fingerprint, self.prefix, "", piece.token_ids) for piece in pieces]
+        contexts = self._contexts_kept(document.id, contents)
+        ids = self.writer.new_vector_ids(len(pieces))
         chunks = [
             NewChunk(
                 vector_id=vector_id,
@@ -213,45 +223,65 @@ class IndexJob:
                 ordinal=ordinal,
                 text=piece.text,
                 token_ids=piece.token_ids,
-                key=state_key(fingerprint, self.prefix, (), piece.token_ids),
+                content=content,
+                encodings=(*self._alone(content), *contexts.get(content, ())),
             )
-            for ordinal, (vector_id, piece) in enumerate(
-                zip(self.writer.new_vector_ids(len(pieces)), pieces, strict=True)
-            )
+            for ordinal, (vector_id, piece, content) in enumerate(zip(ids, pieces, contents, strict=True))
         ]
-        for chunk in chunks:
-            if chunk.key in self._batched_keys or self.writer.has(chunk.key):
+        for chunk in chunks if "alone" in self.encodings else ():
+            if chunk.content in self._batched_keys or self.writer.has(chunk.content):
                 self.progress.advance(0, 1, len(chunk.token_ids))
                 continue
             tokens = len(chunk.token_ids)
             pending = self.writer.pending_bytes + sum(
                 self.encoder.size(len(other.token_ids)) for other, _ in self._batch
             )
-            newcomer = self.writer.budget.newcomer(chunk.key, self.encoder.size(tokens), self.encoder.cost(tokens))
+            newcomer = self.writer.budget.newcomer(chunk.content, self.encoder.size(tokens), self.encoder.cost(tokens))
             if not self.writer.budget.admits(newcomer, pending):
                 # It answers all the same: its states are computed when they are wanted.
-                self._evicted.add(chunk.key)
+                self._evicted.add(chunk.content)
                 self._without_states += 1
                 self.progress.advance(0, 1, tokens)
                 continue
             if sum(len(other.token_ids) for other, _ in self._batch) + tokens > self.batch_tokens:
                 self._encode_batch()
             self._batch.append((chunk, record))
-            self._batched_keys.add(chunk.key)
+            self._batched_keys.add(chunk.content)
         self._documents.append((record, chunks))
         self._unembedded += [(chunk.vector_id, chunk.text) for chunk in chunks]
         if len(self._unembedded) >= EMBEDDING_BATCH:
             self._embed_batch()
         return len(chunks)
 
+    def _alone(self, content: str) -> tuple[NewEncoding, ...]:
+        return (NewEncoding("alone", content),) if "alone" in self.encodings else ()
+
+    def _contexts_kept(self, document: str, contents: Sequence[str]) -> dict[str, tuple[NewEncoding, ...]]:
+        """By content the contexts from before a document changed, where they still are what they were."""
+        catalog = self.store.catalog
+        kept: dict[str, tuple[NewEncoding, ...]] = {}
+        if "context" not in self.encodings:
+            return kept
+        for chunk in catalog.chunks_by_vector(catalog.vector_ids([document])):
+            it = chunk.encoding("context")
+            if it is None or chunk.content not in contents or not (it.evicted or self.writer.has(it.key)):
+                continue
+            members = catalog.chunks_by_content(it.members)
+            gone = {content for content, member in members.items() if member.document_id == document} - set(contents)
+            if members.keys() == set(it.members) and not gone:
+                kept[chunk.content] = (NewEncoding(it.name, it.key, it.context, it.contexts),)
+                if it.evicted:
+                    self._evicted.add(it.key)
+        return kept
+
     def _encode_batch(self) -> None:
         if not self._batch:
             return
-        encoded = self.encoder.encode([chunk.token_ids for chunk, _ in self._batch])
+        encoded = self.encoder.encode([alone(chunk) for chunk, _ in self._batch])
         for (chunk, record), layers in zip(self._batch, encoded, strict=True):
             self.writer.put(
                 ShardEntry(
-                    key=chunk.key,
+                    key=chunk.content,
                     token_ids=chunk.token_ids,
                     layers=layers,
                     cost=self.encoder.cost(len(chunk.token_ids)),
@@ -273,8 +303,8 @@ class IndexJob:
         if not self._documents and not removed and not self._unsaved_vectors:
             return
         replaced = [record.id for record, _ in self._documents]
-        self._vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
-        version = self._vectors.save(self.store.vector_folder, self.store.catalog.vectors().generation + 1)
+        self.vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
+        version = self.vectors.save(self.store.vector_folder, self.store.catalog.vectors().generation + 1)
         self.writer.commit(self._documents, removed, version, self._evicted)
         remove_other_generations(self.store.vector_folder, version.generation)
         self._documents, self._evicted, self._unsaved_vectors = [], set(), False

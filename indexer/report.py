@@ -17,10 +17,11 @@ class IndexReport:
         removed: documents that are gone from the source.
         empty: ids of documents without any text; they are in the store and have no chunks.
         chunks: chunks of added and updated documents.
-        encoded_tokens: tokens run through the language model; states of equal chunks are kept.
+        in_context: chunks encoded after real text, of whatever documents; the others' contexts are still good.
+        encoded_tokens: tokens run through the language model, contexts included; states of equal chunks are kept.
         reembedded: chunks embedded again because the vector index was missing or damaged.
-        without_states: chunks whose states were not kept, or were given up, because space is short.
-        readmitted: chunks that have states again, because there is space again or they are wanted more than others.
+        without_states: encodings of chunks whose states were not kept, or were given up, because space is short.
+        readmitted: encodings that have states again, because there is space again or they are wanted more than others.
         seconds: wall time of the run.
     """
 
@@ -30,6 +31,7 @@ class IndexReport:
     removed: int = 0
     empty: tuple[str, ...] = ()
     chunks: int = 0
+    in_context: int = 0
     encoded_tokens: int = 0
     reembedded: int = 0
     without_states: int = 0
@@ -37,20 +39,24 @@ class IndexReport:
     seconds: float = 0.0
 
 
+ENCODING = "encoding"
+"""Names the pass that documents come in with, on a progress bar."""
+
+
 class Progress(Protocol):
     """Told how far an indexing run has come."""
 
-    def start(self, documents: int) -> None:
-        """The run begins; so many documents are to be encoded."""
+    def start(self, documents: int, words: str = ENCODING) -> None:
+        """A pass begins, the first or another; so many documents have chunks to be encoded. The words name it."""
 
     def advance(self, documents: int, chunks: int, tokens: int) -> None:
-        """So many more documents are split, chunks and tokens encoded."""
+        """So many more documents are gone through, chunks encoded and tokens run."""
 
 
 class Silent:
     """Progress that nobody watches."""
 
-    def start(self, documents: int) -> None:
+    def start(self, documents: int, words: str = ENCODING) -> None:
         """Say nothing."""
 
     def advance(self, documents: int, chunks: int, tokens: int) -> None:

@@ -20,6 +20,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from ragcache.indexer.report import ENCODING
+
 if TYPE_CHECKING:
     from ragcache.answer import Answer
     from ragcache.model.loading import OnStage
@@ -53,9 +55,8 @@ class IndexingProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._next_line = PLAIN_INTERVAL
         self._progress = Progress(
-            TextColumn("encoding"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("documents, {task.fields[chunks]} chunks, {task.fields[rate]:,.0f} tokens/s"),
@@ -65,8 +66,7 @@ class IndexingProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._chunks = 0
-        self._tokens = 0
+        self._task = self._progress.add_task(ENCODING, start=False, visible=False, total=0, chunks=0, rate=0.0)
 
     def __enter__(self) -> IndexingProgress:
         self._progress.__enter__()
@@ -75,14 +75,18 @@ class IndexingProgress:
     def __exit__(self, *exit_arguments: object) -> None:
         self._progress.stop()
 
-    def start(self, documents: int) -> None:
-        """The run begins; so many documents are to be encoded."""
-        if not documents:
+    def start(self, documents: int, words: str = ENCODING) -> None:
+        """A pass begins; its bar takes the place of the one before."""
+        self._progress.reset(self._task, total=documents, visible=True, description=words, chunks=0, rate=0.0)
+        self._chunks = self._tokens = 0
+        self._next_line = PLAIN_INTERVAL
+        if documents:
+            self._progress.start()
+        else:
             self._progress.stop()
-        self._task = self._progress.add_task("", total=documents, chunks=0, rate=0.0)
 
     def advance(self, documents: int, chunks: int, tokens: int) -> None:
-        """So many more documents are split, chunks and tokens encoded."""
+        """So many more documents are gone through, chunks encoded and tokens run."""
         self._chunks += chunks
         self._tokens += tokens
         elapsed = self._progress.tasks[self._task].elapsed or 0.0
@@ -92,9 +96,49 @@ class IndexingProgress:
             self._next_line = int(elapsed) + PLAIN_INTERVAL
             task = self._progress.tasks[self._task]
             self._console.print(
-                f"encoding: {task.completed:.0f} of {task.total:.0f} documents, {self._chunks} chunks, "
+                f"{task.description}: {task.completed:.0f} of {task.total:.0f} documents, {self._chunks} chunks, "
                 f"{rate:,.0f} tokens/s, {elapsed:.0f} s",
                 soft_wrap=True,
+            )
+
+
+class EvaluationProgress:
+    """Answers measured and time left: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next_line = PLAIN_INTERVAL
+        self._progress = Progress(
+            TextColumn("measuring"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("answers"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> EvaluationProgress:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *exit_arguments: object) -> None:
+        self._progress.stop()
+
+    def start(self, measurements: int) -> None:
+        """The run begins; so many questions times settings are to be measured."""
+        self._task = self._progress.add_task("", total=measurements)
+
+    def advance(self) -> None:
+        """One of them is done."""
+        self._progress.advance(self._task)
+        task = self._progress.tasks[self._task]
+        if not self._console.is_terminal and (task.elapsed or 0.0) > self._next_line:
+            self._next_line = int(task.elapsed or 0.0) + PLAIN_INTERVAL
+            self._console.print(
+                f"measuring: {task.completed:.0f} of {task.total:.0f} answers, {task.elapsed:.0f} s", soft_wrap=True
             )
 
 

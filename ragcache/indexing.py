@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcache.generate.engine import Engine
+from ragcache.indexer.completion import Completion
+from ragcache.indexer.contexts import ContextRecipe
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
 from ragcache.indexer.repair import StateRepair, readmit
@@ -20,6 +23,7 @@ from ragcache.maintenance import OnBytes, repair_store, write_options
 from ragcache.model.language_model import LanguageModel
 from ragcache.prompt.template import PromptTemplate
 from ragcache.retriever.embedding import Embedder
+from ragcache.retriever.vectors import VectorIndex
 from ragcache.settings import Settings
 from ragcache.states.compact import enforce_limits
 from ragcache.states.records import NO_VECTORS
@@ -79,14 +83,23 @@ class Indexing:
             self.check_identity(store)
         else:
             planned_at, plan = store.catalog.vectors(), plan_with(store)
+        clock = time.perf_counter()
         with self._open_writer(store, wait=wait) as writer:
             if store.catalog.vectors() != planned_at or writer.moved_shards:
                 # Another process has changed it before this one held the lock, or states are not lost but elsewhere.
                 plan = plan_with(store)
-            report = self._job(writer, progress).run(documents, plan)
+            job = self._job(writer, progress)
+            report = job.run(documents, plan)
+            passes = self._completion(writer, job.vectors, progress).run()
             evicted = enforce_limits(writer).evicted
-            readmitted = readmit(self._state_repair(writer))
-            report = replace(report, without_states=report.without_states + evicted, readmitted=readmitted)
+            report = replace(
+                report,
+                in_context=sum(it.made for it in passes if it.name == "context"),
+                encoded_tokens=report.encoded_tokens + sum(it.tokens for it in passes),
+                without_states=report.without_states + sum(it.without_states for it in passes) + evicted,
+                readmitted=readmit(self._state_repair(writer)),
+                seconds=time.perf_counter() - clock,
+            )
             store.write_settings(self.settings)
         return store, report
 
@@ -128,13 +141,29 @@ class Indexing:
             encoder=self._encoder(),
             embedder=self.embedder,
             prefix=self.template.prefix,
+            encodings=self.settings.encodings,
             settings_digest=self._settings_digest(),
             batch_tokens=self.settings.batch_tokens,
             progress=progress,
         )
 
+    def _completion(self, writer: StoreWriter, vectors: VectorIndex, progress: Progress) -> Completion:
+        settings = self.settings
+        window = self.model.context_window - len(self.template.prefix)
+        return Completion(
+            writer=writer,
+            encoder=self._encoder(),
+            vectors=vectors,
+            encodings=settings.encodings,
+            recipe=ContextRecipe(
+                settings.context, settings.context_tokens, settings.batch_tokens, window, settings.contexts
+            ),
+            batch_tokens=settings.batch_tokens,
+            progress=progress,
+        )
+
     def _state_repair(self, writer: StoreWriter) -> StateRepair:
-        return StateRepair(writer, self._encoder(), self.template.prefix, self.settings.batch_tokens)
+        return StateRepair(writer, self._encoder(), self.settings.batch_tokens)
 
     def _encoder(self) -> StateEncoder:
         return StateEncoder(self.model, self.engine.prefix, self.engine.format)

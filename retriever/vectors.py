@@ -6,6 +6,7 @@ instead, so that after a delete and an add one chunk's text is returned for anot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,22 @@ class VectorIndex:
             for vector_id, score in zip(ids[0].tolist(), scores[0].tolist(), strict=True):
                 found.setdefault(vector_id, score)
         return list(found.items())[:count]
+
+    def of(self, ids: Sequence[int]) -> tuple[list[int], Vectors]:
+        """All vectors of some ids: for each the id that it belongs to, and the vectors, `[vectors, dimension]`."""
+        owners = faiss.vector_to_array(self._index.id_map)
+        places = np.flatnonzero(np.isin(owners, np.asarray(ids, dtype=np.int64)))
+        return owners[places].tolist(), self._index.index.reconstruct_batch(places)
+
+    def nearest(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        """For each of some vectors the nearest ones' ids and cosine similarities, best first.
+
+        Args:
+            vectors: `[vectors, dimension]`, unit length.
+            count: how many for each; an id comes as often as vectors of it are among them.
+        """
+        scores, ids = self._index.search(vectors, min(count, len(self)))
+        return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), scores.tolist(), strict=True)]
 
 
 def remove_other_generations(folder: Path, keep: int) -> None:

@@ -45,6 +45,12 @@ def index(
     ] = None,
     free_mb: Annotated[int | None, typer.Option(help="Megabytes that stay free on the disk.")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Largest chunk, in tokens.")] = None,
+    encodings: Annotated[
+        str | None, typer.Option(help="What chunks are encoded after: alone, context, or alone,context.")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Text of a context: document or neighbours.")] = None,
+    context_tokens: Annotated[int | None, typer.Option(help="Length of a context, in tokens.")] = None,
+    contexts: Annotated[int | None, typer.Option(help="Contexts of a chunk, whose states are the mean.")] = None,
     system_prompt: Annotated[str | None, typer.Option(help="Start of every prompt; states depend on it.")] = None,
     trust_remote_code: TrustRemoteCode = None,
     wait: Wait = False,
@@ -65,6 +71,10 @@ def index(
         "budget_megabytes": budget_mb,
         "free_megabytes": free_mb,
         "chunk_tokens": chunk_tokens,
+        "encodings": encodings,
+        "context": context,
+        "context_tokens": context_tokens,
+        "contexts": contexts,
         "system_prompt": system_prompt,
         "trust_remote_code": trust_remote_code,
     }
@@ -86,18 +96,19 @@ def index(
     with IndexingProgress(to_stderr) as progress:
         report = cache.index(opened, source=opened.name, remove_missing=True, progress=progress, wait=wait)
     cache.close()
+    in_context = f"{report.in_context} encoded in context, " if report.in_context else ""
     say(
         f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged, {report.removed} removed; "
-        f"{report.chunks} chunks, {report.encoded_tokens:,} tokens encoded in {report.seconds:.1f} s"
+        f"{report.chunks} chunks, {in_context}{report.encoded_tokens:,} tokens encoded in {report.seconds:.1f} s"
     )
     if report.reembedded:
         remark(f"the vector index was missing or damaged: {report.reembedded} chunks were embedded again")
     if report.without_states:
         remark(
-            f"space is short: {report.without_states} chunks have no states and are recomputed when retrieved; "
-            "see --budget-mb and --free-mb"
+            f"space is short: {report.without_states} encodings of chunks have no states and are recomputed when "
+            "wanted; see --budget-mb and --free-mb"
         )
     if report.readmitted:
-        remark(f"{report.readmitted} chunks that had been given up for lack of space have states again")
+        remark(f"{report.readmitted} encodings that had been given up for lack of space have states again")
     if report.empty:
         remark(f"without any text: {', '.join(report.empty)}")

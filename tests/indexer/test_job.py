@@ -317,16 +317,6 @@ def test_kill_9(open_tiny: OpenTiny, tiny_folder: Callable[[str], Path], tmp_pat
     assert not cache.query("Which ships passed?", top_k=20).misses
 
 
-def test_an_encoder_keeps_chunks_apart(open_tiny: OpenTiny) -> None:
-    cache = open_tiny()
-    encoder = StateEncoder(cache.model, cache.engine.prefix, cache.engine.format)
-    chunks = [cache.template.chunk("", f"passage number {i} " * (i + 1)) for i in range(3)]
-    together = encoder.encode(chunks)
-    for chunk, states in zip(chunks, together, strict=True):
-        assert list(states) == encoder.format.stored_layers
-        assert all(len(run) == encoder.format.size(layer, len(chunk)) for layer, run in states.items())
-
-
 def test_interrupting_is_safe(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_tiny()
 
