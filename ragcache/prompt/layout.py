@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcache.errors import QuestionError
+from ragcache.prompt.order import Candidate, arrange
+from ragcache.settings import EncodingName, Order
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Layout:
         prefix: ids of the prefix.
         chunks: ids of each chunk, in prompt order.
         kept: for each chunk in prompt order, its index among those offered.
+        encodings: for each chunk in prompt order, which of its encodings it takes; `None` where nothing is stored.
         dropped: indices of chunks for which there was no room.
         question: ids of the question.
         answer_room: tokens left for the answer.
@@ -24,6 +27,7 @@ class Layout:
     prefix: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
+    encodings: tuple[EncodingName | None, ...]
     dropped: tuple[int, ...]
     question: tuple[int, ...]
     answer_room: int
@@ -46,19 +50,21 @@ class Layout:
 def lay_out(
     prefix: tuple[int, ...],
     chunks: Sequence[tuple[int, ...]],
-    scores: Sequence[float],
+    candidates: Sequence[Candidate],
+    order: Order,
     question: tuple[int, ...],
     context_window: int,
     max_tokens: int,
 ) -> Layout:
-    """Place chunks in the order given; when they do not all fit, those of the lowest scores are left out.
+    """Place chunks in order; when they do not all fit, those of the lowest scores are left out first.
 
     A chunk that is too long by itself does not take those of lower scores with it.
 
     Args:
         prefix: ids of the prefix.
         chunks: ids of each chunk offered.
-        scores: one for each chunk; higher is better.
+        candidates: what is known of each.
+        order: how those that fit are arranged.
         question: ids of the question.
         context_window: most tokens the model takes, answer included.
         max_tokens: room wanted for the answer; it keeps chunks out of at most half of what the question leaves.
@@ -77,7 +83,7 @@ def lay_out(
     kept: set[int] = set()
     used = 0
     possible = [index for index in range(len(chunks)) if len(chunks[index]) <= room - reserved]
-    for index in sorted(possible, key=lambda i: -scores[i]):
+    for index in sorted(possible, key=lambda i: -candidates[i].score):
         if used + len(chunks[index]) > room - reserved:
             break
         used += len(chunks[index])
@@ -88,11 +94,14 @@ def lay_out(
             f"{context_window} leaves {room - reserved} beside the question; lower max_tokens, or index with a "
             "smaller chunk_tokens"
         )
-    order = [index for index in range(len(chunks)) if index in kept]
+    offered = sorted(kept)
+    places = arrange([candidates[index] for index in offered], order)
+    arranged = tuple(offered[place.index] for place in places)
     return Layout(
         prefix=prefix,
-        chunks=tuple(chunks[index] for index in order),
-        kept=tuple(order),
+        chunks=tuple(chunks[index] for index in arranged),
+        kept=arranged,
+        encodings=tuple(place.encoding for place in places),
         dropped=tuple(index for index in range(len(chunks)) if index not in kept),
         question=question,
         answer_room=min(max_tokens, room - used),
