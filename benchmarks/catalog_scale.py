@@ -26,7 +26,15 @@ from ragcache.states import changes
 from ragcache.states.form import Form, LayerFormat, StateFormat
 from ragcache.states.key import state_key
 from ragcache.states.locked import WriteOptions
-from ragcache.states.records import ByteRange, DocumentRecord, NewChunk, NewShard, NewStates, VectorsVersion
+from ragcache.states.records import (
+    ByteRange,
+    DocumentRecord,
+    NewChunk,
+    NewEncoding,
+    NewShard,
+    NewStates,
+    VectorsVersion,
+)
 from ragcache.states.store import StateStore, StoreIdentity
 from ragcache.states.writer import StoreWriter
 
@@ -81,9 +89,10 @@ def add_shard(connection: sqlite3.Connection, number: int, chance: random.Random
         chunks = []
         for ordinal in range(CHUNKS_OF_A_DOCUMENT):
             token_ids = tuple(numbers.integers(49152, size=TOKENS).tolist())
-            key = state_key(IDENTITY.digest, IDENTITY.prefix, (), token_ids)
+            key = state_key(IDENTITY.digest, IDENTITY.prefix, "", token_ids)
             vector_id = document_number * CHUNKS_OF_A_DOCUMENT + ordinal + 1
-            chunks.append(NewChunk(vector_id, f"{record.id}#{ordinal}", ordinal, "lorem " * 266, token_ids, key))
+            chunk_id, encodings = f"{record.id}#{ordinal}", (NewEncoding("alone", key),)
+            chunks.append(NewChunk(vector_id, chunk_id, ordinal, "lorem " * 266, token_ids, key, encodings))
             states.append(NewStates(key, 1e11, ranges(chance, ordinal)))
         documents.append((record, chunks))
     shard = NewShard(

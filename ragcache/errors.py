@@ -70,6 +70,10 @@ class QuestionError(RagCacheError):
     """The question is empty, no Unicode, or alone too long for the model's context window."""
 
 
+class EvaluationError(RagCacheError):
+    """An evaluation cannot be run: its questions, its grid or its files cannot be used."""
+
+
 class PassageError(RagCacheError):
     """A passage from outside the store cannot be used."""
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ragcache.cli import asking, benchmarks, indexing, planning, upkeep
+from ragcache.cli import asking, benchmarks, evaluating, indexing, planning, upkeep
 from ragcache.cli.app import app, to_stderr, to_stdout
 from ragcache.errors import RagCacheError
 
-__all__ = ["app", "asking", "benchmarks", "indexing", "main", "planning", "upkeep"]
+__all__ = ["app", "asking", "benchmarks", "evaluating", "indexing", "main", "planning", "upkeep"]
 
 
 @app.command()

@@ -30,6 +30,15 @@ def query(
     store: Store,
     top_k: TopK = None,
     reuse: Annotated[str | None, typer.Option(help="composed, exact or none.")] = None,
+    encodings: Annotated[str | None, typer.Option(help="Which encodings of chunks to use: alone, context.")] = None,
+    order: Annotated[
+        str | None, typer.Option(help="conditioned, score, score-last, document or given: how chunks stand.")
+    ] = None,
+    repair: Annotated[
+        str | None, typer.Option(help="off, query, boundary or deviation: which tokens of chunks are computed again.")
+    ] = None,
+    repair_ratio: Annotated[float | None, typer.Option(help="Share of the chunks' tokens that is repaired.")] = None,
+    repair_ms: Annotated[float | None, typer.Option(help="Time for repair; takes the place of the ratio.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
@@ -52,6 +61,11 @@ def query(
         "trust_remote_code": trust_remote_code,
         "top_k": top_k,
         "reuse": reuse,
+        "encodings": encodings,
+        "order": order,
+        "repair": repair,
+        "repair_ratio": repair_ratio,
+        "repair_ms": repair_ms,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,

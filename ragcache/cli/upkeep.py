@@ -64,6 +64,8 @@ def stats(store: Store, as_json: AsJson = False) -> None:
     for it in found.models:
         name = f"{it['form']}, {it['codec']}"
         table.add_row(name, f"{it['bytes']:,} bytes, {it['states']:,} chunks, fingerprint {it['fingerprint'][:12]}")
+    for it in found.encodings:
+        table.add_row(f"encoded {it['encoding']}", f"{it['bytes']:,} bytes, {it['chunks']:,} chunks")
     for it in found.largest_documents[:3]:
         table.add_row("largest document", f"{it['bytes']:,} bytes, {it['chunks']} chunks, {it['document']}")
     table.add_row("hits", f"{found.hits:,}")
@@ -166,8 +168,10 @@ def verify(
 
 def _print_faults(report: VerifyReport, *, repaired: bool, as_json: bool) -> None:
     if as_json:
-        found = {"states": report.states, "bytes": report.bytes, "repaired": repaired}
-        typer.echo(json.dumps(found | {"faults": [asdict(fault) for fault in report.faults]}, indent=2))
+        found: dict[str, Any] = {"states": report.states, "bytes": report.bytes, "repaired": repaired}
+        found["faults"] = [asdict(fault) for fault in report.faults]
+        found["given_up"] = [asdict(miss) for miss in report.given_up]
+        typer.echo(json.dumps(found, indent=2))
         return
     for fault in report.faults:
         say(f"{fault.part} {fault.name}: {fault.detail} ({fault.reason})")
@@ -177,6 +181,8 @@ def _print_faults(report: VerifyReport, *, repaired: bool, as_json: bool) -> Non
         outcome = f"{len(report.faults)} faults repaired"
     else:
         outcome = f"{len(report.faults)} faults; put them right with --repair"
+    for miss in report.given_up:
+        remark(f"{miss.chunk_id}: {miss.detail}; index its source again for another")
     say(f"{report.states:,} chunks' states, {report.bytes:,} bytes read: {outcome}")
 
 

@@ -1,0 +1,184 @@
+"""The settings that are compared: encodings x order x repair x ratio."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ragcache.errors import EvaluationError
+from ragcache.settings import EncodingName, Order, QueryOptions, Repair
+
+RATIO = 0.15
+"""Of the default grid, where none is given."""
+
+
+class Setting(BaseModel):
+    """How answers are composed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    encodings: tuple[EncodingName, ...] = Field(min_length=1)
+    order: Order
+    repair: Repair = "off"
+    repair_ratio: float = Field(0.0, ge=0.0, le=1.0)
+
+    @property
+    def label(self) -> str:
+        """For people; no two settings of a grid have the same."""
+        repair = f"{self.repair} {self.repair_ratio * 100:g}%" if self.repair != "off" else "no repair"
+        return f"{'+'.join(self.encodings)}, {self.order}, {repair}"
+
+    def query(self, max_tokens: int) -> QueryOptions:
+        """As options of a query with a greedy answer of so many tokens."""
+        return QueryOptions(**self.model_dump(), max_tokens=max_tokens)
+
+
+def distinct(settings: Iterable[Setting]) -> tuple[Setting, ...]:
+    """Each setting once, where it comes first."""
+    return tuple(dict.fromkeys(settings))
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Values along each axis of a grid."""
+
+    encodings: Sequence[tuple[EncodingName, ...]]
+    orders: Sequence[Order]
+    repairs: Sequence[Repair]
+    ratios: Sequence[float]
+
+    def settings(self) -> tuple[Setting, ...]:
+        """Their product, each setting once."""
+        return distinct(
+            Setting(encodings=encodings, order=order, repair=repair, repair_ratio=0.0 if repair == "off" else ratio)
+            for encodings, order, repair, ratio in itertools.product(
+                self.encodings, self.orders, self.repairs, self.ratios
+            )
+        )
+
+
+PLAIN = Setting(encodings=("alone",), order="score")
+"""Chunks encoded apart and put one after the other: what every other setting is to improve on."""
+
+DEFAULT_GRID = (
+    PLAIN,
+    Setting(encodings=("alone",), order="score", repair="query", repair_ratio=RATIO),
+    *Axes([("alone", "context")], ["score", "document", "conditioned"], ["off"], [0.0]).settings(),
+    *Axes([("alone", "context")], ["conditioned"], ["query", "boundary", "deviation"], [RATIO]).settings(),
+)
+FULL_GRID = Axes(
+    [("alone",), ("context",), ("alone", "context")],
+    ["conditioned", "score", "score-last", "document"],
+    ["off", "query", "boundary", "deviation"],
+    [0.05, RATIO, 0.3],
+).settings()
+
+
+def setting_of(options: QueryOptions) -> Setting:
+    """What queries are answered with when nothing else is asked for."""
+    ratio = options.repair_ratio if options.repair != "off" else 0.0
+    return Setting(encodings=options.encodings, order=options.order, repair=options.repair, repair_ratio=ratio)
+
+
+def chosen_grid(
+    file: Path | None,
+    *,
+    full: bool,
+    current: Setting,
+    encodings: str | None,
+    order: str | None,
+    repair: str | None,
+    ratio: str | None,
+) -> tuple[Setting, ...]:
+    """The grid that a user asks for.
+
+    Args:
+        file: with a grid (`read_grid`).
+        full: the large one, not the small one.
+        current: the store's present setting; compared as well in the small and the large one.
+        encodings, order, repair, ratio: values along axes (`axes`).
+
+    Raises:
+        EvaluationError: more than one of these is given, or one of them cannot be used.
+    """
+    along = (encodings, order, repair, ratio)
+    on_axes = any(it is not None for it in along)
+    if (file is not None) + full + on_axes > 1:
+        raise EvaluationError("give --grid, or --full-grid, or values for --encodings, --order and --repair")
+    if file is not None:
+        return read_grid(file)
+    if on_axes:
+        return axes(*along)
+    return distinct((*(FULL_GRID if full else DEFAULT_GRID), current))
+
+
+def axes(encodings: str | None, order: str | None, repair: str | None, ratio: str | None) -> tuple[Setting, ...]:
+    """The grid of values given as texts.
+
+    Args:
+        encodings: sets of encodings with commas between them, such as `alone,alone+context`; both of these when `None`.
+        order: names with commas between them; `score` and `conditioned` when `None`.
+        repair: names with commas between them; `off` and `query` when `None`.
+        ratio: numbers with commas between them; 0.15 when `None`.
+
+    Raises:
+        EvaluationError: one of them cannot be used.
+    """
+    return Axes(
+        [
+            tuple(_one_of("--encodings", EncodingName, part) for part in it.split("+"))
+            for it in _parts(encodings or "alone,alone+context")
+        ],
+        [_one_of("--order", Order, it) for it in _parts(order or "score,conditioned")],
+        [_one_of("--repair", Repair, it) for it in _parts(repair or "off,query")],
+        [_ratio(it) for it in _parts(ratio or str(RATIO))],
+    ).settings()
+
+
+_READER = TypeAdapter(list[Setting])
+
+
+def read_grid(path: Path) -> tuple[Setting, ...]:
+    """Settings of a JSON file: a list of objects with `encodings`, `order`, `repair` and `repair_ratio`.
+
+    Raises:
+        EvaluationError: it cannot be read, or holds something else.
+    """
+    try:
+        settings = _READER.validate_json(path.read_bytes())
+    except OSError as error:
+        raise EvaluationError(f"the grid {path} cannot be read: {error.strerror or error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = " of setting ".join(str(part) for part in reversed(first["loc"]))
+        raise EvaluationError(f"{path} is no grid: {f'{place}: ' if place else ''}{first['msg']}") from error
+    if not settings:
+        raise EvaluationError(f"{path} holds no settings; give objects such as {json.dumps(PLAIN.model_dump())}")
+    return distinct(settings)
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _one_of(option: str, kind: Any, name: str) -> Any:
+    known = get_args(kind)
+    if name not in known:
+        raise EvaluationError(f"{option} has no {name!r}; known: {', '.join(known)}")
+    return name
+
+
+def _ratio(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise EvaluationError(f"--repair-ratio has no {text!r}; give numbers from 0 to 1, separated by commas")
+    return ratio

@@ -1,0 +1,77 @@
+"""A run: every question with every setting that the store can serve, less what an earlier run has done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ragcache.evaluation.grid import Setting
+from ragcache.evaluation.journal import Journal
+from ragcache.evaluation.measure import Measurement
+from ragcache.evaluation.passages import Asked, encodings_of
+from ragcache.evaluation.record import Record
+from ragcache.settings import EncodingName
+
+
+class EvaluationProgress(Protocol):
+    """Is told how a run goes."""
+
+    def start(self, measurements: int) -> None:
+        """So many questions times settings are to be measured."""
+
+    def advance(self) -> None:
+        """One of them is done."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A setting that the store cannot serve.
+
+    Attributes:
+        setting: which.
+        reason: for people.
+    """
+
+    setting: Setting
+    reason: str
+
+
+def possible(settings: Sequence[Setting], asked: Sequence[Asked]) -> tuple[tuple[Setting, ...], tuple[LeftOut, ...]]:
+    """The settings whose encodings the store holds of at least one passage, and the others."""
+    stored: set[EncodingName] = {name for it in asked for chunk in it.chunks for name in encodings_of(chunk)}
+    kept, left_out = [], []
+    for setting in settings:
+        missing = [name for name in setting.encodings if name not in stored]
+        if missing:
+            reason = f"no passage has an encoding {missing[0]!r} in the store; index with --encodings to have it"
+            left_out.append(LeftOut(setting, reason))
+        else:
+            kept.append(setting)
+    return tuple(kept), tuple(left_out)
+
+
+def run(
+    measurement: Measurement,
+    asked: Sequence[Asked],
+    settings: Sequence[Setting],
+    journal: Journal,
+    progress: EvaluationProgress,
+) -> list[list[Record]]:
+    """Measure what the journal does not hold yet, one question after the other, and write it there.
+
+    Returns:
+        For each question the records of all settings, in their order.
+    """
+    keys = [[measurement.key(it, setting) for setting in settings] for it in asked]
+    progress.start(sum(key not in journal.records for row in keys for key in row))
+    warm = False
+    for it, row in zip(asked, keys, strict=True):
+        pending = [setting for setting, key in zip(settings, row, strict=True) if key not in journal.records]
+        if pending and not warm:
+            measurement.warm_up(it)
+            warm = True
+        for record in measurement.records(it, pending):
+            journal.append(record)
+            progress.advance()
+    return [[journal.records[key] for key in row] for row in keys]
