@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache.generate.decode import FinishReason
-from ragcache.settings import Reuse
+from ragcache.settings import EncodingName, Order, Reuse
 from ragcache.states.miss import MissReason
 
 
@@ -20,6 +20,7 @@ class Source(_Frozen):
     document_id: str
     title: str
     score: float = Field(description="Cosine similarity to the question")
+    encoding: EncodingName | None = Field(None, description="Chosen for its place; null where nothing stored is used")
     text: str = Field("", exclude=True, description="The chunk's text; not part of the JSON")
 
 
@@ -27,10 +28,16 @@ class TokenCounts(_Frozen):
     """Where the prompt's tokens came from, and how many were generated."""
 
     prefix: int = Field(description="Copied from the prefix kept in memory")
+    remembered: int = Field(0, description="Copied from prompts that were prefilled in full before")
     restored: int = Field(description="KV rebuilt from stored states")
     repaired: int = Field(0, description="Recomputed to put back attention between chunks")
     prefilled: int = Field(description="Run through the model in this request")
     generated: int = 0
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the whole prompt."""
+        return self.prefix + self.remembered + self.restored + self.prefilled
 
 
 class Timings(_Frozen):
@@ -63,4 +70,5 @@ class Answer(_Frozen):
     misses: list[MissedChunk] = Field(description="Chunks whose stored states were not used, and why")
     dropped: list[str] = Field(description="Retrieved chunks for which the context window had no room")
     reuse: Reuse
+    order: Order
     finish_reason: FinishReason

@@ -29,7 +29,7 @@ from ragcache.restore.restorer import Restorer
 from ragcache.settings import CodecName, StatesName
 from ragcache.states.form import Form, StateFormat
 from ragcache.states.key import state_key
-from ragcache.states.records import StoredStates
+from ragcache.states.records import Encoding, StoredStates
 from ragcache.states.shard import Container, ShardEntry, ShardOrigin, ShardWriter
 
 CHUNK_TOKENS = 512
@@ -177,7 +177,7 @@ class RestoreBench:
         origin = ShardOrigin("bench", model.fingerprint.to_json(), digest, PREFIX)
         writer = ShardWriter(folder, 1, format, Container.ARROW, origin)
         for token_ids in chunks:
-            writer.add(ShardEntry(state_key(digest, PREFIX, (), token_ids), token_ids, self._encoded(len(token_ids))))
+            writer.add(ShardEntry(state_key(digest, PREFIX, "", token_ids), token_ids, self._encoded(len(token_ids))))
         shard = writer.close()
         self._shard = shard.path
         self.placements = [
@@ -185,7 +185,7 @@ class RestoreBench:
                 str(index),
                 token_ids,
                 len(PREFIX) + index * CHUNK_TOKENS,
-                StoredStates(states.key, shard.path, shard.format, states.ranges),
+                Encoding("alone", states.key, states=StoredStates(states.key, shard.path, shard.format, states.ranges)),
             )
             for index, (token_ids, states) in enumerate(zip(chunks, shard.states, strict=True))
         ]

@@ -18,7 +18,6 @@ from ragcache.states import changes
 from ragcache.states.compact import CompactReport, compact, rewrite, shorten_journal
 from ragcache.states.form import StateFormat
 from ragcache.states.inventory import Inventory
-from ragcache.states.key import state_key
 from ragcache.states.locked import LockedStore, WriteOptions
 from ragcache.states.rebuild import RebuildReport, rebuild
 from ragcache.states.records import NO_VECTORS
@@ -127,9 +126,8 @@ def compact_store(store: StateStore, threshold: float, options: WriteOptions) ->
 
 def _forget_unknown_usage(store: StateStore) -> None:
     """Keep counts of what is stored, and of what was evicted and may come back."""
-    inventory, identity = Inventory(store.catalog), store.identity()
-    known = {states.key for states in inventory.residents()}
-    known.update(state_key(identity.digest, identity.prefix, (), chunk.token_ids) for chunk in inventory.evicted())
+    inventory = Inventory(store.catalog)
+    known = {states.key for states in inventory.residents()} | inventory.evicted_keys()
     store.usage.forget(store.usage.all().keys() - known)
 
 
@@ -160,11 +158,12 @@ def repair_store(
     """Verify a locked store and put right what can be.
 
     Returns:
-        What was found before the repair.
+        What was found before the repair, and what could not be repaired.
     """
     report = verify_store(writer.store, progress)
     inventory = Inventory(writer.store.catalog)
-    states.run(chunk for it in report.damaged for chunk in inventory.chunks_of(it.id))
+    states.run(encoding for it in report.damaged for encoding in inventory.encodings_of(it.id))
+    report.given_up += states.given_up
     # What was damaged in these is out of use by now, unless all of a shard was, which is gone then.
     rewrite(writer, [shard for shard in inventory.shards() if shard.id in report.shards], CompactReport())
     upkeep.restore_vectors(writer, embedder)
@@ -195,11 +194,12 @@ class StoreStats:
 
     Attributes:
         documents, chunks, tokens: that answers can be given from.
-        evicted_chunks: without states because space is short.
+        evicted_chunks: that lack states because space is short.
         shards, shard_bytes: files of states, and their sizes.
         state_bytes: in use within them.
         dead_bytes: that nothing uses any more; `compact` gives them back.
         models: for each fingerprint and format: `fingerprint`, `form`, `codec`, `states`, `bytes`.
+        encodings: for each `encoding`: `chunks` that have such states, `evicted` ones, `bytes`.
         largest_documents: `document`, `chunks`, `bytes`; those that take most space.
         hits: chunks restored from states since the store was made.
         misses: chunks recomputed, by reason.
@@ -214,6 +214,7 @@ class StoreStats:
     state_bytes: int
     dead_bytes: int
     models: list[dict[str, Any]]
+    encodings: list[dict[str, Any]]
     largest_documents: list[dict[str, Any]]
     hits: int
     misses: dict[str, int]
@@ -231,6 +232,10 @@ def store_stats(store: StateStore, documents: int = 10) -> StoreStats:
         {"fingerprint": fingerprint, **_described(format), "states": count, "bytes": size}
         for fingerprint, format, count, size in inventory.bytes_by_format()
     ]
+    encodings = [
+        {"encoding": name, "chunks": chunks, "evicted": evicted, "bytes": size}
+        for name, chunks, evicted, size in inventory.bytes_by_encoding()
+    ]
     largest = [
         {"document": document, "chunks": chunks, "bytes": size}
         for document, chunks, size in inventory.bytes_by_document(documents)
@@ -239,6 +244,7 @@ def store_stats(store: StateStore, documents: int = 10) -> StoreStats:
         **store.catalog.counts(),
         **inventory.sizes(),
         models=models,
+        encodings=encodings,
         largest_documents=largest,
         hits=usage["hits"],
         misses=usage["misses"],

@@ -11,8 +11,10 @@ from typing import Any
 
 from ragcache.answer import Answer
 from ragcache.errors import PassageError, StoreError, StoreNotFoundError
-from ragcache.generate.engine import Engine
+from ragcache.fidelity.canary import Canary, CanaryReport
+from ragcache.generate.engine import Engine, PreparedPrompt
 from ragcache.generate.sampling import SamplingParameters
+from ragcache.generate.sequences import SequenceReport
 from ragcache.indexer.report import IndexReport, Progress, Silent
 from ragcache.indexer.sources import Document
 from ragcache.indexing import Indexing
@@ -29,15 +31,15 @@ from ragcache.maintenance import (
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import OnStage, load_language_model
 from ragcache.prompt.layout import Layout, lay_out
+from ragcache.prompt.repair import RepairOptions
 from ragcache.prompt.template import PromptTemplate
 from ragcache.prompt.validity import check_question, check_room, is_unicode
 from ragcache.restore.choice import choose_format
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import RetrievedChunk, Retriever
-from ragcache.settings import QueryOptions, Settings, load_settings, query_options
+from ragcache.settings import EncodingName, Order, QueryOptions, Settings, load_settings, query_options
 from ragcache.states.compact import CompactReport
-from ragcache.states.key import state_key
-from ragcache.states.records import StoredStates
+from ragcache.states.records import StoredStates, encoding_named
 from ragcache.states.store import StateStore
 from ragcache.states.verify import VerifyReport
 from ragcache.stream import AnswerStream, ContextChunk, answer_head, context_chunk, milliseconds_since
@@ -77,6 +79,9 @@ class RagCache:
         store = StateStore.open(path) if StateStore.exists(path) else None
         format = choose_format(model, settings, path, store, on_stage)
         self.engine = Engine(model, self.template.prefix, settings, format, self._relocated)
+        self._canary = Canary(model, self.engine.pool, settings.canary_rate)
+        # For those who do not call `close`: its thread must end before the interpreter does.
+        weakref.finalize(self, self._canary.close)
         self._indexing = Indexing(settings, model, self.template, self.engine, embedder)
         self._store: StateStore | None = None
         self._retriever: Retriever | None = None
@@ -211,8 +216,20 @@ class RagCache:
         """What the store holds, and how often its states were used."""
         return store_stats(self.store)
 
+    def canary_report(self) -> CanaryReport:
+        """How a share of the answers, `canary_rate`, compares with those after a full prefill."""
+        return self._canary.report
+
+    def sequence_report(self) -> SequenceReport:
+        """What is remembered of prompts that were prefilled in full, within `sequence_megabytes`."""
+        return self.engine.sequences.report
+
     def close(self) -> None:
-        """Write down how often states were used. It also happens now and then, and when the process ends by itself."""
+        """End the check of answers, and write down how often states were used.
+
+        Both also happen when the process ends by itself, the latter now and then too.
+        """
+        self._canary.close()
         if self._store is not None:
             self._store.usage.flush()
 
@@ -258,16 +275,17 @@ class RagCache:
         return self._answer(question, chunks, chosen, clock, milliseconds_since(clock))
 
     def stream_from(self, question: str, chunks: Sequence[ContextChunk], **options: Any) -> AnswerStream:
-        """Answer a question from chosen passages, in the order given; see `stream`."""
+        """Answer a question from chosen passages, in the order given unless another is asked for; see `stream`."""
         clock = time.perf_counter()
         check_question(question)
-        return self._answer(question, chunks, query_options(self.settings, **options), clock, 0.0)
+        chosen = query_options(self.settings, **options | {"order": options.get("order") or "given"})
+        return self._answer(question, chunks, chosen, clock, 0.0)
 
     def generate(self, token_ids: tuple[int, ...], **options: Any) -> AnswerStream:
         """Continue a prompt given as token ids, by a plain prefill; see `stream`."""
         clock = time.perf_counter()
         chosen = query_options(self.settings, **options | {"reuse": "none"})
-        layout = lay_out((), [], [], token_ids, self.model.context_window, chosen.max_tokens)
+        layout = lay_out((), [], [], "given", token_ids, self.model.context_window, chosen.max_tokens)
         return self._start(layout, [], chosen, clock, 0.0)
 
     def find_chunk(self, chunk_id: str, title: str, text: str, score: float) -> ContextChunk:
@@ -287,18 +305,58 @@ class RagCache:
         for stored in self._store.catalog.chunks_by_id([chunk_id]) if self._store else []:
             if stored.text.strip() == text.strip():
                 return context_chunk(RetrievedChunk(stored, score))
-        return ContextChunk(chunk_id, chunk_id, title, text, score, self.template.chunk(title, text), None)
+        return ContextChunk(chunk_id, chunk_id, title, text, score, self.template.chunk(title, text))
 
-    def lay_out(self, question: str, chunks: Sequence[ContextChunk], max_tokens: int) -> Layout:
-        """The prompt for a question and some passages, as token ids."""
+    def lay_out(
+        self,
+        question: str,
+        chunks: Sequence[ContextChunk],
+        max_tokens: int,
+        order: Order = "given",
+        encodings: Sequence[EncodingName] | None = None,
+    ) -> Layout:
+        """The prompt for a question and some passages, as token ids.
+
+        Args:
+            question: what is asked.
+            chunks: the passages.
+            max_tokens: room wanted for the answer.
+            order: how those that fit are arranged.
+            encodings: which of a chunk's encodings may be restored, if it has one of these; by default the settings'.
+        """
+        wanted = self.settings.encodings if encodings is None else encodings
         return lay_out(
             self.template.prefix,
             [chunk.token_ids for chunk in chunks],
-            [chunk.score for chunk in chunks],
+            [chunk.candidate(wanted) for chunk in chunks],
+            order,
             self.template.question(question),
             self.model.context_window,
             max_tokens,
         )
+
+    def prepare(
+        self, question: str, chunks: Sequence[ContextChunk], options: QueryOptions
+    ) -> tuple[Layout, PreparedPrompt]:
+        """The prompt that an answer from chosen passages starts from; no use of states is counted.
+
+        Its cache is to be given back to `engine.pool` by whoever calls this.
+
+        Args:
+            question: what is asked.
+            chunks: passages; `kept` of the layout says which of them stand where.
+            options: all of them, whatever the settings say.
+
+        Raises:
+            QuestionError: the question is empty, or too long for the context window.
+        """
+        check_question(question)
+        layout = self.lay_out(question, chunks, options.max_tokens, options.order, options.encodings)
+        return layout, self._prepare(layout, chunks, options)
+
+    def _prepare(self, layout: Layout, chunks: Sequence[ContextChunk], options: QueryOptions) -> PreparedPrompt:
+        kept = [chunks[index] for index in layout.kept]
+        return self.engine.prepare(layout, kept, options.reuse, RepairOptions.of(options))
 
     def _answer(
         self,
@@ -308,7 +366,8 @@ class RagCache:
         clock: float,
         retrieve_ms: float,
     ) -> AnswerStream:
-        return self._start(self.lay_out(question, chunks, options.max_tokens), chunks, options, clock, retrieve_ms)
+        layout = self.lay_out(question, chunks, options.max_tokens, options.order, options.encodings)
+        return self._start(layout, chunks, options, clock, retrieve_ms)
 
     def _start(
         self,
@@ -320,14 +379,15 @@ class RagCache:
     ) -> AnswerStream:
         """Prefill a prompt; what is returned decodes."""
         kept = [chunks[index] for index in layout.kept]
-        prompt = self.engine.prepare(layout, kept, options.reuse)
+        prompt = self._prepare(layout, chunks, options)
         if options.reuse != "none" and self._store is not None:
-            keys = [self._key(chunk) for chunk in kept if chunk.states is not None or chunk.evicted]
+            wanted = list(map(encoding_named, (chunk.encodings for chunk in kept), layout.encodings))
+            restorable = wanted[prompt.report.remembered_chunks :]
+            keys = [it.key for it in restorable if it is not None and (it.states is not None or it.evicted)]
             reasons = [miss.reason for miss in prompt.report.misses]
             self._store.usage.record(keys, prompt.report.restored_chunks, reasons)
-        head = answer_head(
-            kept, [chunks[index].chunk_id for index in layout.dropped], prompt, options.reuse, retrieve_ms
-        )
+        dropped = [chunks[index].chunk_id for index in layout.dropped]
+        head = answer_head(kept, layout.encodings, dropped, prompt, options, retrieve_ms)
         parameters = SamplingParameters(
             max_tokens=layout.answer_room,
             temperature=options.temperature,
@@ -335,10 +395,7 @@ class RagCache:
             seed=options.seed,
             stop=options.stop,
         )
-        return AnswerStream(self.model, self.engine, prompt, head, parameters, clock)
-
-    def _key(self, chunk: ContextChunk) -> str:
-        return state_key(self.model.fingerprint.digest, self.template.prefix, (), chunk.token_ids)
+        return AnswerStream(self.model, self.engine, prompt, head, parameters, clock, self._canary)
 
     def _relocated(self, states: StoredStates) -> StoredStates | None:
         return self.store.catalog.relocated(states)

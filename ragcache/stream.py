@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from ragcache.answer import Answer, MissedChunk, Source, Timings, TokenCounts
 from ragcache.errors import StreamClosedError
+from ragcache.fidelity.canary import Canary
 from ragcache.generate.decode import FinishReason, decode
 from ragcache.generate.engine import Engine, PreparedPrompt
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.model.language_model import LanguageModel
+from ragcache.prompt.order import Candidate
 from ragcache.retriever.retriever import RetrievedChunk
-from ragcache.settings import Reuse
-from ragcache.states.records import StoredStates
+from ragcache.settings import EncodingName, QueryOptions
+from ragcache.states.records import Encoding, encoding_named
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class ContextChunk:
         text: the passage.
         score: higher is better; when not all fit, chunks of low scores are dropped.
         token_ids: what the model sees.
-        states: stored states; without them the passage is encoded in this request.
-        evicted: there are none because the byte budget was short.
+        ordinal: its place in the document.
+        content: names it by what it says, as in `ragcache.states.records.ChunkRecord`; empty when it is not stored.
+        encodings: what is stored of it; without states the passage is encoded in this request.
     """
 
     chunk_id: str
@@ -38,8 +41,29 @@ class ContextChunk:
     text: str
     score: float
     token_ids: tuple[int, ...]
-    states: StoredStates | None
-    evicted: bool = False
+    ordinal: int = 0
+    content: str = ""
+    encodings: tuple[Encoding, ...] = ()
+
+    def candidate(self, wanted: Sequence[EncodingName]) -> Candidate:
+        """What its place in the prompt depends on, and the choice of an encoding with it.
+
+        Args:
+            wanted: encodings to choose from. Others are used only where the chunk has none of these, and those whose
+                states were evicted only where all were.
+        """
+        usable = [it for it in self.encodings if it.states is not None] or self.encodings
+        usable = [it for it in usable if it.name in wanted] or usable
+        alone, context = encoding_named(usable, "alone"), encoding_named(usable, "context")
+        return Candidate(
+            self.content,
+            context.members if context is not None else (),
+            has_alone=alone is not None,
+            has_context=context is not None,
+            document_id=self.document_id,
+            ordinal=self.ordinal,
+            score=self.score,
+        )
 
 
 def context_chunk(hit: RetrievedChunk) -> ContextChunk:
@@ -52,8 +76,9 @@ def context_chunk(hit: RetrievedChunk) -> ContextChunk:
         chunk.text,
         hit.score,
         chunk.token_ids,
-        chunk.states,
-        chunk.evicted,
+        chunk.ordinal,
+        chunk.content,
+        chunk.encodings,
     )
 
 
@@ -72,12 +97,13 @@ class AnswerStream:
         head: Answer,
         parameters: SamplingParameters,
         clock: float,
+        canary: Canary,
     ) -> None:
         self.sources = head.sources
         self._head = head
         self._clock = clock
         self._answer: Answer | None = None
-        self._pieces = self._run(model, engine, prompt, parameters)
+        self._pieces = self._run(model, engine, prompt, parameters, canary)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -103,25 +129,34 @@ class AnswerStream:
         return self._answer
 
     def _run(
-        self, model: LanguageModel, engine: Engine, prompt: PreparedPrompt, parameters: SamplingParameters
+        self,
+        model: LanguageModel,
+        engine: Engine,
+        prompt: PreparedPrompt,
+        parameters: SamplingParameters,
+        canary: Canary,
     ) -> Generator[str, None, None]:
-        text, generated, ttft, finish = "", 0, 0.0, FinishReason.LENGTH
+        text, ttft, finish = "", 0.0, FinishReason.LENGTH
+        token_ids: list[int] = []
+        taken_over = False
         try:
             for step in decode(model, prompt.cache, prompt.logits, parameters):
                 if step.token_id is not None:
-                    generated += 1
+                    token_ids.append(step.token_id)
                     ttft = ttft or milliseconds_since(self._clock)
                 finish = step.finish or finish
                 if step.text:
                     text += step.text
                     yield step.text
+            total = milliseconds_since(self._clock)
+            taken_over = not prompt.exact and canary.offer(prompt, token_ids)
         finally:
-            engine.pool.give_back(prompt.cache)
-        total = milliseconds_since(self._clock)
+            if not taken_over:
+                engine.finish(prompt)
         self._answer = self._head.model_copy(
             update={
                 "answer": text,
-                "tokens": self._head.tokens.model_copy(update={"generated": generated}),
+                "tokens": self._head.tokens.model_copy(update={"generated": len(token_ids)}),
                 "timings_ms": self._head.timings_ms.model_copy(update={"ttft": ttft, "total": total}),
                 "finish_reason": finish,
             }
@@ -129,25 +164,45 @@ class AnswerStream:
 
 
 def answer_head(
-    kept: Sequence[ContextChunk], dropped: list[str], prompt: PreparedPrompt, reuse: Reuse, retrieve_ms: float
+    kept: Sequence[ContextChunk],
+    encodings: Sequence[EncodingName | None],
+    dropped: list[str],
+    prompt: PreparedPrompt,
+    options: QueryOptions,
+    retrieve_ms: float,
 ) -> Answer:
     """The answer before its first token."""
     report = prompt.report
+    if options.reuse != "composed":
+        # Only what is exact is restored: the first chunk alone, if any.
+        encodings = [None if index >= report.restored_chunks else "alone" for index in range(len(kept))]
+    encodings = [None if index < report.remembered_chunks else name for index, name in enumerate(encodings)]
     return Answer(
         answer="",
         sources=[
-            Source(chunk_id=c.chunk_id, document_id=c.document_id, title=c.title, score=c.score, text=c.text)
-            for c in kept
+            Source(
+                chunk_id=c.chunk_id, document_id=c.document_id, title=c.title, score=c.score, encoding=name, text=c.text
+            )
+            for c, name in zip(kept, encodings, strict=True)
         ],
         tokens=TokenCounts(
-            prefix=report.prefix_tokens, restored=report.restored_tokens, prefilled=report.prefilled_tokens
+            prefix=report.prefix_tokens,
+            remembered=report.remembered_tokens,
+            restored=report.restored_tokens,
+            repaired=report.repaired_tokens,
+            prefilled=report.prefilled_tokens,
         ),
         timings_ms=Timings(
-            retrieve=retrieve_ms, read=report.read_ms, restore=report.restore_ms, prefill=report.prefill_ms
+            retrieve=retrieve_ms,
+            read=report.read_ms,
+            restore=report.restore_ms,
+            repair=report.repair_ms,
+            prefill=report.prefill_ms,
         ),
         misses=[MissedChunk(chunk_id=m.chunk_id, reason=m.reason, detail=m.detail) for m in report.misses],
         dropped=dropped,
-        reuse=reuse,
+        reuse=options.reuse,
+        order=options.order,
         finish_reason=FinishReason.LENGTH,
     )
 

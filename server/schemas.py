@@ -18,6 +18,11 @@ class QueryRequest(BaseModel):
     stream: bool = Field(False, description="Answer with server-sent events")
     top_k: int | None = None
     reuse: str | None = None
+    encodings: list[str] | None = None
+    order: str | None = None
+    repair: str | None = None
+    repair_ratio: float | None = None
+    repair_ms: float | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -20,6 +20,7 @@ from ragcache.cli import main
 from ragcache.console import IndexingProgress, printable
 from ragcache.model.resolve import resolve
 from ragcache.states.store import StateStore
+from tests.encodings import states_of
 from tests.unprivileged import reachable_folder, read_only
 
 
@@ -96,6 +97,11 @@ def test_index_query_stats(run: Run, corpus: Path, store: Path) -> None:
     assert "corpus/tower.txt#0" in printed.out
     assert "0 tokens restored" in printed.out
 
+    options = ("--repair", "query", "--repair-ratio", 0.5, "--repair-ms", 1e-6, "--order", "given")
+    repaired = run("query", "How tall?", "--store", store, "--json", "--encodings", "alone", *options)
+    assert json.loads(repaired.out)["tokens"]["repaired"] == 0
+    check_refused(run("query", "How tall?", "--store", store, "--repair", "all"), "repair")
+
     stats = json.loads(run("stats", "--store", store, "--json").out)
     assert (stats["documents"], stats["chunks"]) == (1, 1)
     assert "documents" in run("stats", "--store", store).out
@@ -122,7 +128,7 @@ class TestUpkeep:
         nearly_all = shutil.disk_usage(tmp_path).total // 2**20
         outcome = run("index", corpus, "--store", tmp_path / "s", *tiny, "--free-mb", nearly_all)
         assert outcome.code == 0
-        assert "2 chunks have no states" in outcome.err
+        assert "2 encodings of chunks have no states" in outcome.err
         assert "2 chunks, for lack of space" in run("stats", "--store", tmp_path / "s").out
 
     def test_hits_and_misses(self, run: Run, store: Path) -> None:
@@ -150,7 +156,7 @@ class TestUpkeep:
         sound = run("verify", "--store", store)
         assert (sound.code, "everything is as it was written" in sound.out) == (0, True)
         (shard,) = StateStore.open(store).catalog.shards()
-        states = StateStore.open(store).catalog.chunks_by_id(["corpus/ferry.md#0"])[0].states
+        states = states_of(StateStore.open(store).catalog.chunks_by_id(["corpus/ferry.md#0"])[0])
         assert states is not None
         content = bytearray(shard.read_bytes())
         content[states.ranges[1].offset] ^= 1

@@ -23,6 +23,7 @@ from ragcache.states.inventory import Inventory
 from ragcache.states.records import StoredStates
 from ragcache.states.store import StateStore, hold_lock
 from tests.conftest import make_document
+from tests.encodings import states_of
 
 OpenTiny = Callable[..., RagCache]
 DOCUMENTS = [make_document(number) for number in range(4)]
@@ -51,7 +52,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def some_states(cache: RagCache, chunk_id: str) -> StoredStates:
-    states = cache.store.catalog.chunks_by_id([chunk_id])[0].states
+    states = states_of(cache.store.catalog.chunks_by_id([chunk_id])[0])
     assert states is not None
     return states
 
@@ -160,7 +161,7 @@ class TestCompact:
     def test_a_reader_that_looked_before_finds_the_copies(self, cache: RagCache) -> None:
         cache.delete("doc-0")
         chunks = [hit.chunk for hit in cache.retrieve(QUESTION, 50)]
-        old = {chunk.states.shard for chunk in chunks if chunk.states}
+        old = {states.shard for chunk in chunks if (states := states_of(chunk))}
         cache.compact(0.0)
         assert not any(path.exists() for path in old)
         layout = cache.lay_out(QUESTION, [cache.find_chunk(it.chunk_id, it.title, it.text, 1.0) for it in chunks], 4)
@@ -209,9 +210,9 @@ class TestVerify:
         encoded: list[int] = []
         encode = StateEncoder.encode
 
-        def counted(self: StateEncoder, chunks: Any) -> Any:
-            encoded.append(len(chunks))
-            return encode(self, chunks)
+        def counted(self: StateEncoder, blocks: Any) -> Any:
+            encoded.append(len(blocks))
+            return encode(self, blocks)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StateEncoder, "encode", counted)
@@ -370,7 +371,7 @@ class TestLimits:
         report = small.compact()
         assert report.evicted > 0
         assert shard_bytes(small) <= 2**20
-        kept = {chunk.chunk_id for batch in small.store.catalog.all_chunks() for chunk in batch if chunk.states}
+        kept = {chunk.chunk_id for batch in small.store.catalog.all_chunks() for chunk in batch if states_of(chunk)}
         assert set(wanted) <= kept
         assert len(kept) < cache.store.catalog.counts()["chunks"]
         assert not small.verify().faults
@@ -384,7 +385,7 @@ class TestLimits:
         for _ in range(5):
             cache.query(chunk.text, top_k=1)
         assert cache.index(documents).readmitted > 0
-        assert cache.store.catalog.chunks_by_id([missed])[0].states is not None
+        assert states_of(cache.store.catalog.chunks_by_id([missed])[0]) is not None
         assert shard_bytes(cache) <= 2**20
 
     def test_the_free_space_floor(self, open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def test_an_answer_says_where_it_came_from(cache: RagCache) -> None:
     assert answer.tokens.model_dump() == {
         "prefix": len(cache.template.prefix),
         "restored": sum(len(c.token_ids) for c in chunks),
+        "remembered": 0,
         "repaired": 0,
         "prefilled": len(cache.template.question("Which ships passed?")),
         "generated": answer.tokens.generated,
@@ -53,9 +54,9 @@ def test_an_answer_says_where_it_came_from(cache: RagCache) -> None:
 def test_the_json_object(cache: RagCache) -> None:
     dumped = cache.query("ships", top_k=1).model_dump(mode="json")
     assert set(dumped) == {
-        "answer", "sources", "tokens", "timings_ms", "misses", "dropped", "reuse", "finish_reason"
+        "answer", "sources", "tokens", "timings_ms", "misses", "dropped", "reuse", "order", "finish_reason"
     }  # fmt: skip
-    assert set(dumped["sources"][0]) == {"chunk_id", "document_id", "title", "score"}
+    assert set(dumped["sources"][0]) == {"chunk_id", "document_id", "title", "score", "encoding"}
     assert set(dumped["timings_ms"]) == {"retrieve", "read", "restore", "repair", "prefill", "ttft", "total"}
 
 
@@ -229,9 +230,9 @@ def test_generate_is_a_plain_completion(cache: RagCache) -> None:
 def test_passages_from_elsewhere_are_prefilled(cache: RagCache) -> None:
     stored = cache.retrieve("ships", 1)[0].chunk
     known = cache.find_chunk(stored.chunk_id, "ignored", f" {stored.text}\n", 0.5)
-    assert known.states == stored.states
+    assert known.encodings == stored.encodings
     changed = cache.find_chunk(stored.chunk_id, "T", "Another text under the same id.", 0.5)
-    assert changed.states is None
+    assert not changed.encodings
     answer = cache.stream_from("ships", [known, changed]).answer
     assert [(m.chunk_id, m.reason) for m in answer.misses] == [(stored.chunk_id, "not_stored")]
     assert answer.tokens.restored == len(stored.token_ids)

@@ -13,7 +13,7 @@ from ragcache.generate.decode import decode
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.model.language_model import LanguageModel
 from ragcache.retriever.embedding import Embedder
-from ragcache.settings import load_settings
+from ragcache.settings import Reuse, load_settings
 from ragcache.stream import context_chunk
 
 QUESTIONS = {
@@ -75,6 +75,26 @@ def test_an_exact_chunk_gives_the_answer_of_a_full_prefill(cache: RagCache, topi
     answer = [step.token_id for step in steps if step.token_id is not None]
 
     assert answer == reference_answer(cache, layout.token_ids)
+
+
+@pytest.mark.parametrize("topic", QUESTIONS)
+def test_exact_over_several_chunks_gives_the_answer_of_none(cache: RagCache, topic: str) -> None:
+    """The first chunk is restored, the others are prefilled behind it."""
+    question = QUESTIONS[topic]
+    chunks = [context_chunk(hit) for hit in cache.retrieve(question, 2)]
+    layout = cache.lay_out(question, chunks, ANSWER_TOKENS)
+    kept = [chunks[index] for index in layout.kept]
+    assert len(kept) == 2
+
+    answers = []
+    reuses: tuple[Reuse, ...] = ("exact", "none")
+    for reuse in reuses:
+        prompt = cache.engine.prepare(layout, kept, reuse)
+        assert prompt.report.restored_tokens == (len(kept[0].token_ids) if reuse == "exact" else 0)
+        steps = decode(cache.model, prompt.cache, prompt.logits, SamplingParameters(max_tokens=ANSWER_TOKENS))
+        answers.append([step.token_id for step in steps if step.token_id is not None])
+        cache.engine.finish(prompt)
+    assert answers[0] == answers[1]
 
 
 def test_questions_find_their_topics(cache: RagCache) -> None:

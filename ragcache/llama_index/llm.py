@@ -107,12 +107,12 @@ def _render(cache: RagCache, messages: Sequence[ChatMessage]) -> str:
 
 
 def _response(answer: Answer) -> CompletionResponse:
-    prompt_tokens = answer.tokens.prefix + answer.tokens.restored + answer.tokens.prefilled
+    prompt_tokens = answer.tokens.prompt
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer.tokens.generated,
         "total_tokens": prompt_tokens + answer.tokens.generated,
-        "prompt_tokens_details": {"cached_tokens": answer.tokens.prefix + answer.tokens.restored},
+        "prompt_tokens_details": {"cached_tokens": prompt_tokens - answer.tokens.prefilled},
     }
     return CompletionResponse(text=answer.answer, raw={"usage": usage, "ragcache": answer.model_dump(mode="json")})
 

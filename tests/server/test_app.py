@@ -123,3 +123,13 @@ def test_openapi_describes_the_answer(client: TestClient) -> None:
     schema = client.get("/openapi.json").json()
     answer = schema["components"]["schemas"]["Answer"]["properties"]
     assert {"answer", "sources", "tokens", "timings_ms", "misses", "reuse"} <= set(answer)
+
+
+def test_a_repaired_answer(client: TestClient, cache: RagCache) -> None:
+    options = {"repair": "boundary", "repair_ratio": 0.5, "order": "given", "encodings": ["alone"], "max_tokens": 5}
+    body = client.post("/v1/query", json={"question": "Which ships passed?", **options}).json()
+    assert body["tokens"]["repaired"] == round(0.5 * body["tokens"]["restored"])
+    assert body["answer"] == cache.query("Which ships passed?", **options).answer
+    options = {"repair": "query", "repair_ms": 1e-6}
+    in_no_time = client.post("/v1/query", json={"question": "Which ships passed?", **options})
+    assert in_no_time.json()["tokens"]["repaired"] == 0
