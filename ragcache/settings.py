@@ -99,7 +99,10 @@ class QueryOptions(BaseModel):
     def _listed(cls, value: Any) -> Any:
         """Names may also come in one text, with commas between them."""
         names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-        return tuple(dict.fromkeys(names)) if isinstance(names, list | tuple) else names
+        if not isinstance(names, list | tuple):
+            return names
+        # Each once; not by hash, which not everything has that may be given here.
+        return tuple(name for at, name in enumerate(names) if name not in names[:at])
 
     @field_validator("*")
     @classmethod

@@ -63,7 +63,7 @@ def test_encodings_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write(tmp_path, encodings="alone,context")
     monkeypatch.delenv("RAGCACHE_ENCODINGS")
     assert load_settings(tmp_path).encodings == ("alone", "context")
-    wrongs: tuple[object, ...] = ("alone,together", "", [], 3)
+    wrongs: tuple[object, ...] = ("alone,together", "", [], 3, [["alone"]])
     for wrong in wrongs:
         with pytest.raises(SettingsError, match="encodings"):
             load_settings(encodings=wrong)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragcache.errors import EvaluationError
+from ragcache.errors import EvaluationError, QuestionError
 from ragcache.evaluation.grid import Setting, setting_of
 from ragcache.evaluation.journal import open_journal
 from ragcache.evaluation.measure import Measurement
-from ragcache.evaluation.passages import find_passages
+from ragcache.evaluation.passages import Asked, find_passages
 from ragcache.evaluation.questions import Question
 from ragcache.evaluation.recommend import recommend
 from ragcache.evaluation.report import html_report
@@ -21,6 +21,9 @@ from ragcache.states.durable import write_durably
 
 RESULT, REPORT, JOURNAL = "evaluation.json", "report.html", "records.jsonl"
 """Files of an evaluation."""
+
+SHOWN = 80
+"""Characters of a question that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def evaluate(
         if journal.unreadable:
             remark(f"{journal.unreadable} lines of {journal.path} make no sense and are measured again")
         asked = [find_passages(cache, question, options.top_k) for question in questions]
+        _check_room(cache, asked, options.max_tokens)
         served, left_out = possible(settings, asked)
         for it in left_out:
             remark(f"left out: {it.setting.label}: {it.reason}")
@@ -97,3 +101,12 @@ def evaluate(
         except OSError as error:
             raise EvaluationError(f"cannot write to {folder}: {error.strerror or error}") from error
     return evaluation
+
+
+def _check_room(cache: RagCache, asked: Sequence[Asked], max_tokens: int) -> None:
+    """See that all questions have room in the context window, before hours are spent on those that come before."""
+    for it in asked:
+        try:
+            cache.lay_out(it.question.text, it.chunks, max_tokens)
+        except QuestionError as error:
+            raise EvaluationError(f"{it.question.text[:SHOWN]!r} cannot be asked: {error}") from error

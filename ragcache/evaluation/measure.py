@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from ragcache.evaluation.grid import Setting
 from ragcache.evaluation.passages import Asked, content_digest
 from ragcache.evaluation.record import Record
+from ragcache.evaluation.versions import computing_versions
 from ragcache.fidelity.continuation import Continuation, along, greedy, parted
 from ragcache.fidelity.divergence import divergence
 from ragcache.generate.engine import PreparedPrompt
 from ragcache.pipeline import RagCache
 from ragcache.prompt.layout import Layout
+from ragcache.restore.measure import processor_name
 from ragcache.stream import milliseconds_since
 
-FIGURES = 1
+FIGURES = 2
 """Raised when figures come to mean something else, so that older ones are not taken for them."""
 
 
@@ -49,9 +51,14 @@ class Measurement:
         self._max_tokens = max_tokens
 
     def key(self, asked: Asked, setting: Setting) -> str:
-        """Digest of all that the figures depend on, but for the machine (sha256, hexadecimal)."""
+        """Digest of all that the figures depend on (sha256, hexadecimal).
+
+        Times depend on what computes, and are reported together with it.
+        """
+        device = self._cache.model.device
         parts = [
             FIGURES,
+            [device.type, processor_name(device), computing_versions()],
             self._cache.model.fingerprint.digest,
             self._cache.template.prefix,
             asked.question.text,

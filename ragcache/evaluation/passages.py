@@ -66,12 +66,20 @@ def encodings_of(chunk: ContextChunk) -> dict[EncodingName, StoredStates]:
 
 
 def content_digest(chunks: Sequence[ContextChunk], encodings: Sequence[EncodingName]) -> str:
-    """Identity of passages and of those stored states of them that may be used (sha256, hexadecimal)."""
+    """Identity of passages, of their places and of those stored states that may be used (sha256, hexadecimal)."""
     parts = [
         [
+            chunk.document_id,
+            chunk.ordinal,
             hashlib.sha256(pack_token_ids(chunk.token_ids)).hexdigest(),
-            [[states.key, states.format] for name, states in encodings_of(chunk).items() if name in encodings],
+            [[states.key, states.format] for states in _usable(chunk, encodings)],
         ]
         for chunk in chunks
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _usable(chunk: ContextChunk, encodings: Sequence[EncodingName]) -> list[StoredStates]:
+    """As `ContextChunk.candidate` has it: others only where there is none of these."""
+    stored = encodings_of(chunk)
+    return [states for name, states in stored.items() if name in encodings] or list(stored.values())

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ragcache.evaluation.grid import Setting
 from ragcache.evaluation.summary import Summary
-from ragcache.settings import load_settings
 from ragcache.states.store import StateStore, hold_lock
 
 
@@ -88,5 +87,4 @@ def apply(store: StateStore, setting: Setting) -> None:
     # What is not repaired has no ratio; the one for those who ask for repair stays.
     without = {"repair_ratio"} if setting.repair == "off" else set()
     with hold_lock(store.path):
-        settings = load_settings(store.path)
-        store.write_settings(settings.model_copy(update=setting.model_dump(exclude=without)))
+        store.change_settings(setting.model_dump(mode="json", exclude=without))

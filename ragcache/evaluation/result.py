@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 from ragcache.evaluation.grid import PLAIN, Setting
@@ -15,6 +15,7 @@ from ragcache.evaluation.recommend import Recommendation
 from ragcache.evaluation.record import Record
 from ragcache.evaluation.run import LeftOut
 from ragcache.evaluation.summary import Summary, summarise
+from ragcache.evaluation.versions import computing_versions
 from ragcache.pipeline import RagCache
 from ragcache.restore.measure import processor_name
 
@@ -66,7 +67,7 @@ def circumstances(cache: RagCache, max_tokens: int, seed: int) -> Circumstances:
         fingerprint=cache.model.fingerprint.digest,
         device=cache.model.device.type,
         machine=processor_name(cache.model.device),
-        versions={name: version(name) for name in ("ragcache", "torch", "transformers")},
+        versions=computing_versions(),
         max_tokens=max_tokens,
         seed=seed,
     )
@@ -102,7 +103,7 @@ class Evaluation:
         return next((it for it in self.summaries if it.setting == setting), None)
 
     def to_json(self) -> str:
-        """One JSON object. A divergence without limit is `null`: JSON has no infinity."""
+        """One JSON object. A figure that is no number, or without limit, is `null`: JSON knows neither."""
         recommended = self.recommendation
         return json.dumps(
             _finite(
@@ -143,7 +144,7 @@ def _dumped(summary: Summary) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     """The same without what is no number in JSON."""
     if isinstance(value, float):
-        return value if abs(value) != float("inf") else None
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(it) for key, it in value.items()}
     if isinstance(value, list | tuple):

@@ -12,6 +12,10 @@ from ragcache.evaluation.measure import Measurement
 from ragcache.evaluation.passages import Asked, encodings_of
 from ragcache.evaluation.record import Record
 from ragcache.settings import EncodingName
+from ragcache.states.miss import MissReason
+
+TOLD_BY_KEY = frozenset({MissReason.NOT_STORED, MissReason.EVICTED})
+"""Misses that a record's key tells of: it names the states that are stored."""
 
 
 class EvaluationProgress(Protocol):
@@ -60,14 +64,18 @@ def run(
 ) -> list[list[Record]]:
     """Measure what the journal does not hold yet, one question after the other, and write it there.
 
+    What was measured while states could not be read is measured again: since then they may have been repaired, and
+    nothing in the record's key would tell.
+
     Returns:
         For each question the records of all settings, in their order.
     """
     keys = [[measurement.key(it, setting) for setting in settings] for it in asked]
-    progress.start(sum(key not in journal.records for row in keys for key in row))
+    known = {key for key, record in journal.records.items() if TOLD_BY_KEY.issuperset(record.misses)}
+    progress.start(sum(key not in known for row in keys for key in row))
     warm = False
     for it, row in zip(asked, keys, strict=True):
-        pending = [setting for setting, key in zip(settings, row, strict=True) if key not in journal.records]
+        pending = [setting for setting, key in zip(settings, row, strict=True) if key not in known]
         if pending and not warm:
             measurement.warm_up(it)
             warm = True

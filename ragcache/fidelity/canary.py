@@ -97,7 +97,8 @@ class Canary:
         self._pool = pool
         self._rate = rate
         self._draw = random.Random(seed)
-        self._lock = threading.Lock()
+        # `close` may be called by the garbage collector, in any thread and amid any statement of this class.
+        self._lock = threading.RLock()
         self._report = CanaryReport()
         self._waiting: queue.Queue[_Drawn | None] = queue.Queue()
         self._open = rate > 0
@@ -140,7 +141,8 @@ class Canary:
             was_open, self._open = self._open, False
         if was_open:
             self._waiting.put(None)
-            self._thread.join()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
 
     def _run(self) -> None:
         while (drawn := self._waiting.get()) is not None:
@@ -161,6 +163,9 @@ class Canary:
         except (RagCacheError, RuntimeError) as error:
             # No request is concerned.
             logging.getLogger(__name__).warning("an answer could not be checked: %s", error)
+            self._count(failed=1)
+        except Exception:  # whatever it is, the next check may succeed, and those who wait must not wait for ever
+            logging.getLogger(__name__).exception("an answer could not be checked")
             self._count(failed=1)
         else:
             with self._lock:

@@ -17,10 +17,11 @@ import hashlib
 import json
 import tomllib
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from filelock import FileLock, Timeout
@@ -200,10 +201,18 @@ class StateStore:
         Raises:
             StoreError: it cannot be written.
         """
+        self.change_settings(stored_settings(settings))
+
+    def change_settings(self, values: Mapping[str, Any]) -> None:
+        """Set some values in `store.toml`, whole or not at all; all others stay.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
         path = self.path / STORE_TOML
         try:
             current = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            wanted = current | stored_settings(settings)
+            wanted = {**current, **values}
             if wanted == current:
                 return
             write_durably(path, tomli_w.dumps(wanted).encode())

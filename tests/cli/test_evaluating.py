@@ -35,6 +35,9 @@ def run(
     """Run `ragcache` in this process, on a store of three documents."""
     given = ["--store", tmp_path / "store", "--model", tiny_folder("llama"), "--dtype", "float32"]
 
+    # Results go to the folder one is in, unless told otherwise.
+    monkeypatch.chdir(tmp_path)
+
     def run_cli(command: str, *arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["ragcache", *map(str, [command, *arguments, *given])])
         code = 0

@@ -64,6 +64,14 @@ def test_apply_changes_these_settings_and_no_others(cache: RagCache) -> None:
     }
 
 
+def test_apply_makes_nothing_else_of_the_environment_last(cache: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cache.store.path / STORE_TOML
+    before = tomllib.loads(path.read_text())
+    monkeypatch.setenv("RAGCACHE_CODEC", "int4")
+    apply(cache.store, BETTER)
+    assert tomllib.loads(path.read_text())["codec"] == before["codec"] == "raw"
+
+
 def test_apply_waits_for_nobody(cache: RagCache, open_tiny: Callable[..., RagCache], tmp_path: Path) -> None:
     with hold_lock(cache.store.path), pytest.raises(StoreLockedError):
         apply(cache.store, BETTER)

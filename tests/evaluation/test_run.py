@@ -16,7 +16,7 @@ from ragcache.evaluation.measure import Measurement
 from ragcache.evaluation.passages import find_passages
 from ragcache.evaluation.questions import Question
 from ragcache.evaluation.result import Evaluation
-from ragcache.fidelity.divergence import divergence
+from ragcache.fidelity.divergence import Divergence, divergence
 from ragcache.model.forward import Segment, forward
 from ragcache.model.language_model import LanguageModel
 from tests.conftest import make_document
@@ -175,3 +175,52 @@ def test_what_figures_depend_on_is_measured_again(cache: RagCache, open_tiny: Op
     other_codec.index([make_document(number) for number in range(3)])
     others.append(Measurement(other_codec, 6).key(find_passages(other_codec, QUESTIONS[0], top_k=3), PLAIN))
     assert len({key, *others}) == 6
+
+
+def test_times_of_another_machine_are_not_taken(cache: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = find_passages(cache, QUESTIONS[0], top_k=3)
+    keys = {Measurement(cache, 6).key(asked, PLAIN)}
+    monkeypatch.setattr("ragcache.evaluation.measure.processor_name", lambda device: "another one")
+    keys.add(Measurement(cache, 6).key(asked, PLAIN))
+    monkeypatch.setattr("ragcache.evaluation.measure.computing_versions", lambda: {"torch": "another one"})
+    keys.add(Measurement(cache, 6).key(asked, PLAIN))
+    assert len(keys) == 3
+
+
+def test_states_that_take_the_place_of_others_count(cache: RagCache, open_tiny: OpenTiny, tmp_path: Path) -> None:
+    # Of chunks without a context encoding a setting uses the other one.
+    other_codec = open_tiny(tmp_path / "int8", codec="int8")
+    other_codec.index([make_document(number) for number in range(3)])
+    setting = Setting(encodings=("context",), order="score")
+    keys = [Measurement(it, 6).key(find_passages(it, QUESTIONS[0], top_k=3), setting) for it in (cache, other_codec)]
+    assert keys[0] != keys[1]
+
+
+def test_what_was_measured_over_damaged_states_is_measured_again(cache: RagCache, tmp_path: Path) -> None:
+    shards = {file: file.read_bytes() for file in cache.store.shard_folder.glob("*.arrow")}
+    for file, content in shards.items():
+        file.write_bytes(bytes(len(content)))
+    damaged = run(cache, tmp_path, Counting(), PLAIN)
+    assert damaged.summaries[0].misses
+    for file, content in shards.items():
+        file.write_bytes(content)
+    progress = Counting()
+    mended = run(cache, tmp_path, progress, PLAIN)
+    assert (progress.started, progress.done) == (2, 2)
+    assert mended.summaries[0].misses == {}
+
+
+def test_a_question_without_room_is_named_before_others_are_measured(cache: RagCache, tmp_path: Path) -> None:
+    progress = Counting()
+    questions = [*QUESTIONS, Question("again " * 10000)]
+    with pytest.raises(EvaluationError, match=r"'again again .* the question is too long"):
+        evaluate(cache, questions, [PLAIN], tmp_path, OPTIONS, progress)
+    assert progress.done == 0
+
+
+def test_a_figure_that_is_no_number(cache: RagCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_number(reference: torch.Tensor, compared: torch.Tensor) -> Divergence:
+        return divergence(reference, compared * torch.nan)
+
+    monkeypatch.setattr("ragcache.evaluation.measure.divergence", without_number)
+    assert '"worst_kl": null' in run(cache, tmp_path, Counting(), PLAIN).to_json()

@@ -195,6 +195,47 @@ def test_a_check_that_fails_is_counted_and_the_next_one_runs(
     assert "could not be checked: not enough memory for the check of an answer" in caplog.text
 
 
+class Faulty(CachePool):
+    """Meets something that nobody has thought of."""
+
+    def take(self, capacity: int) -> KVCache:
+        raise ValueError("something else")
+
+
+def test_a_fault_of_any_kind_does_not_end_the_thread(
+    model: LanguageModel, start: Callable[..., Canary], caplog: pytest.LogCaptureFixture
+) -> None:
+    canary = start(1.0, Faulty(model))
+    for number in (1, 2):
+        assert canary.offer(prompt_of(model, 8, number), ANSWER)
+        canary.wait()
+        assert canary.report == CanaryReport(failed=number)
+    assert "something else" in caplog.text
+
+
+class Collected(Canary):
+    """Closed by its own thread, as when the garbage collector finds its store there, amid an update of the report."""
+
+    error: RuntimeError | None = None
+
+    def _compare(self, drawn: _Drawn) -> Divergence:
+        try:
+            with self._lock:
+                self.close()
+        except RuntimeError as error:
+            self.error = error
+        return super()._compare(drawn)
+
+
+def test_it_may_be_closed_in_its_own_thread(model: LanguageModel) -> None:
+    canary = Collected(model, CachePool(model), 1.0)
+    assert canary.offer(prompt_of(model, 8, 1), ANSWER)
+    canary._thread.join(20)
+    assert not canary._thread.is_alive()
+    assert canary.error is None
+    assert canary.report.checked == 1
+
+
 def test_sums() -> None:
     found = divergence(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.5, 0.0], [1.0, 0.0]]))
     report = CanaryReport().with_answer(found).with_answer(found)
