@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import GEN_CREATED, getgeneratorstate
 
 from ragcache.answer import Answer, MissedChunk, Source, Timings, TokenCounts
 from ragcache.errors import StreamClosedError
@@ -103,6 +105,7 @@ class AnswerStream:
         self._head = head
         self._clock = clock
         self._answer: Answer | None = None
+        self._finish = partial(engine.finish, prompt)
         self._pieces = self._run(model, engine, prompt, parameters, canary)
 
     def __iter__(self) -> Iterator[str]:
@@ -113,6 +116,9 @@ class AnswerStream:
 
     def close(self) -> None:
         """End the generation."""
+        if getgeneratorstate(self._pieces) == GEN_CREATED:
+            # One that was never started does not run its `finally`.
+            self._finish()
         self._pieces.close()
 
     @property

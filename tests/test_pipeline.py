@@ -78,6 +78,19 @@ def test_a_closed_stream_stops(cache: RagCache) -> None:
     assert cache.query("Which ships passed?").answer
 
 
+def test_a_stream_that_is_closed_before_its_first_piece_gives_its_cache_back_and_is_remembered(
+    open_tiny: Callable[..., RagCache],
+) -> None:
+    cache = open_tiny(sequence_megabytes=100)
+    cache.index([make_document(1)])
+    stream = cache.stream("Which ships passed?", reuse="none")
+    taken = cache.engine.pool.take(1)
+    stream.close()
+    stream.close()
+    assert cache.engine.pool.take(1) is not taken
+    assert cache.query("Which ships passed?", reuse="exact").tokens.remembered > 0
+
+
 @pytest.mark.parametrize("reuse", ["composed", "exact", "none"])
 def test_every_way_of_reuse_answers(cache: RagCache, reuse: str) -> None:
     answer = cache.query("ships", reuse=reuse, top_k=1)
