@@ -29,7 +29,7 @@ _BATCH = 500
 
 
 def worth_renewing(new: Sequence[int], catalog: Catalog, neighbours: Neighbours, recipe: ContextRecipe) -> set[int]:
-    """Chunks with a context that lacks a new chunk which is much more similar than what it has.
+    """Chunks with a context that lacks a new chunk which is much more similar than what it has, or with too few.
 
     Args:
         new: vector ids of the new chunks.
@@ -62,8 +62,17 @@ def _could_join(new: ChunkRecord, old: ChunkRecord, recipe: ContextRecipe) -> bo
         encoding is not None
         and new.content != old.content
         and new.content not in encoding.members
-        and (bool(_of_neighbours(encoding, recipe)) or (old.ordinal == 0 and new.document_id != old.document_id))
+        and (
+            bool(_of_neighbours(encoding, recipe))
+            or _lacks_contexts(encoding, recipe)
+            or (old.ordinal == 0 and new.document_id != old.document_id)
+        )
     )
+
+
+def _lacks_contexts(encoding: NewEncoding, recipe: ContextRecipe) -> bool:
+    """Whether a chunk has fewer contexts than it should, as in a corpus that was too small for more."""
+    return len(encoding.contexts) < recipe.count
 
 
 def _of_neighbours(encoding: NewEncoding, recipe: ContextRecipe) -> tuple[tuple[str, ...], ...]:
@@ -81,17 +90,20 @@ def _improved(
     neighbours: Neighbours,
     recipe: ContextRecipe,
 ) -> Iterator[int]:
-    """Those old chunks for which the best of the new ones beats the worst of what they have by the margin."""
+    """Those old chunks that lack contexts, or whose worst member the best of the new ones beats by the margin."""
     members: dict[int, tuple[str, ...]] = {}
     for old in coming:
         if (encoding := chunks[old].encoding("context")) is not None:
+            if _lacks_contexts(encoding, recipe):
+                yield old
+                continue
             chosen = _of_neighbours(encoding, recipe)
             members[old] = tuple(chain.from_iterable(chosen)) if chosen else encoding.members
     texts = catalog.chunks_by_content(sorted({content for contents in members.values() for content in contents}))
     similarities = neighbours.similarities(
         {old: [texts[it].vector_id for it in contents if it in texts] for old, contents in members.items()}
     )
-    for old, similarity in coming.items():
+    for old in members:
         worst = min(similarities.get(old, {}).values(), default=None)
-        if similarity > worst + MARGIN if worst is not None else not members[old]:
+        if coming[old] > worst + MARGIN if worst is not None else not members[old]:
             yield old
