@@ -8,9 +8,8 @@ nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from ragcache.indexer.contexts import Block, ContextRecipe, alone, plan_blocks
 from ragcache.indexer.encoder import StateEncoder
@@ -24,11 +23,12 @@ from ragcache.settings import EncodingName
 from ragcache.states.compact import shorten_journal
 from ragcache.states.lacking import Lacking
 from ragcache.states.records import ChunkRecord
+from ragcache.states.schema import UNFINISHED_RECIPE
 from ragcache.states.writer import StoreWriter
 
-_DOCUMENTS = 64
-"""Documents whose contexts are chosen at once, so that one search in the vectors serves many chunks."""
-
+_CHUNKS = 512
+"""Contexts are chosen for the chunks of several documents at once, so that one search in the vectors serves them all.
+After so many there is no further document: the records of all their neighbours are held in memory."""
 
 _WORDS: dict[EncodingName, str] = {"alone": "alone", "context": "in context"}
 
@@ -80,9 +80,12 @@ class Completion:
 
     def _make_contexts(self) -> EncodingPass:
         recipe = json.dumps([self.recipe.text, self.recipe.tokens, self.recipe.count])
-        known = self._lacking.recipe()
+        known = self._catalog.recipe()
         if known is None:
             self.writer.write_recipe(recipe)
+        elif known != recipe:
+            # Until all are chosen anew some are of the one and some of the other, whichever is asked for next.
+            self.writer.write_recipe(UNFINISHED_RECIPE)
         if known not in (None, recipe):
             wanted = self._catalog.all_vector_ids()
         else:
@@ -110,7 +113,7 @@ class Completion:
     def _blocks(self, name: EncodingName, chunks: list[int]) -> Iterator[Block[ChunkRecord]]:
         similar = SimilarChunks(self._catalog, Neighbours(self.vectors), self.recipe)
         documents = self._lacking.documents_of(chunks)
-        while batch := list(islice(documents, _DOCUMENTS)):
+        for batch in _together(documents):
             loaded = [(self._chunks_of(document), ids) for document, ids in batch]
             if name == "context":
                 similar.prepare(loaded)
@@ -125,3 +128,15 @@ class Completion:
     def _chunks_of(self, document: str) -> list[ChunkRecord]:
         chunks = self._catalog.chunks_by_vector(self._catalog.vector_ids([document]))
         return sorted(chunks, key=lambda chunk: chunk.ordinal)
+
+
+def _together(documents: Iterable[tuple[str, set[int]]]) -> Iterator[list[tuple[str, set[int]]]]:
+    """Documents with the chunks that are meant, several at once (`_CHUNKS`)."""
+    batch: list[tuple[str, set[int]]] = []
+    for document, ids in documents:
+        batch.append((document, ids))
+        if sum(len(mine) for _, mine in batch) >= _CHUNKS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -26,7 +26,7 @@ from ragcache.states.records import (
     unpack_range,
     unpack_ranges,
 )
-from ragcache.states.schema import CATALOG_VERSION, SCHEMA, VECTORS_KEY, identity_checksum
+from ragcache.states.schema import CATALOG_VERSION, RECIPE_KEY, SCHEMA, VECTORS_KEY, identity_checksum
 
 _SELECT_DOCUMENTS = """
 SELECT DISTINCT chunks.document FROM chunks JOIN encodings ON encodings.chunk = chunks.id
@@ -129,6 +129,10 @@ class Catalog:
         except (ValueError, TypeError) as error:
             raise self.damaged(error) from error
 
+    def recipe(self) -> str | None:
+        """How contexts were chosen in the last indexing run that chose them all; `None` where that is not known."""
+        return self.meta().get(RECIPE_KEY)
+
     def signatures(self, source: str | None = None) -> dict[str, str]:
         """Document id to signature, of one source or of all."""
         query = "SELECT id, signature FROM documents WHERE source = coalesce(?, source)"
@@ -151,6 +155,14 @@ class Catalog:
     def chunks_by_content(self, contents: Sequence[str]) -> dict[str, ChunkRecord]:
         """Chunks by what they say (`ChunkRecord.content`), one of several equal ones; what is gone is left out."""
         return {chunk.content: chunk for chunk in self._chunks("chunks.content", contents)}
+
+    def token_counts(self, contents: Collection[str]) -> dict[str, int]:
+        """Tokens of chunks by what they say; what is gone is left out."""
+        counts: dict[str, int] = {}
+        for batch in _batches(sorted(contents)):
+            query = f"SELECT content, length(token_ids) / 4 FROM chunks WHERE content IN ({_marks(batch)})"  # noqa: S608
+            counts |= dict(self.rows(query, batch))
+        return counts
 
     def vector_ids(self, document_ids: Iterable[str]) -> list[int]:
         """Vector ids of all chunks of some documents."""

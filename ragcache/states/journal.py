@@ -64,6 +64,7 @@ class JournalHeader:
         last_vector_id: highest id ever given to a chunk.
         removed: ids of documents taken out.
         folders: outside of the store that hold shards of it.
+        recipe: how contexts were chosen, as it stood in the catalog; `None` where it did not.
     """
 
     store: str
@@ -74,6 +75,7 @@ class JournalHeader:
     last_vector_id: int
     removed: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
+    recipe: str | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from operator import itemgetter
 from ragcache.settings import EncodingName
 from ragcache.states.catalog import Catalog
 from ragcache.states.records import unpack_contexts
-from ragcache.states.schema import RECIPE_KEY
 
 _BATCH = 500
 
@@ -24,10 +23,6 @@ class Lacking:
     def any(self, name: EncodingName) -> bool:
         """Whether any chunk has an encoding of that name."""
         return bool(self._rows("SELECT 1 FROM encodings WHERE name = ? LIMIT 1", (name,)))
-
-    def recipe(self) -> str | None:
-        """How contexts were chosen in the last indexing run that chose them all; `None` where that is not known."""
-        return self._catalog.meta().get(RECIPE_KEY)
 
     def never_made(self, name: EncodingName) -> list[int]:
         """Chunks that have no encoding of that name, neither stored nor evicted, in ascending order."""

@@ -119,6 +119,7 @@ class LockedStore:
             last_vector_id=self.last_vector_id,
             removed=tuple(removed),
             folders=tuple(sorted(self._folders_outside())),
+            recipe=self.store.catalog.recipe(),
         )
 
     @contextmanager

@@ -144,6 +144,8 @@ def _fill(
             changes.drop_unused(connection, written)
         changes.set_vectors(connection, header.vectors)
         changes.set_last_vector_id(connection, outcome.last_vector_id)
+        if header.recipe is not None:
+            changes.set_recipe(connection, header.recipe)
     catalog.close()
 
 

@@ -10,6 +10,8 @@ CATALOG_VERSION = 3
 VECTORS_KEY = "vectors"
 RECIPE_KEY = "recipe"
 """How contexts were chosen in the last indexing run that chose them all; only where there are any."""
+UNFINISHED_RECIPE = ""
+"""Stands there while contexts of one recipe are replaced by those of another."""
 
 SCHEMA = """\
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
