@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ragcache.indexer.contexts import Block, context_ids, pack
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.report import Progress
-from ragcache.retriever.vectors import VectorIndex, remove_other_generations
+from ragcache.retriever.vectors import VectorIndex, carry_over, remove_other_generations
 from ragcache.settings import EncodingName
 from ragcache.states.compact import enforce_limits, entry_for
 from ragcache.states.key import context_digest, state_key
@@ -39,7 +39,7 @@ class EncodingPass:
         name: of the encodings.
         writer: entered, with nothing pending.
         encoder: chunks to states.
-        vectors: of all chunks; a commit writes a generation of it.
+        vectors: of all chunks, as they are stored; a commit gives them another generation.
         batch_tokens: most tokens in one forward pass.
         progress: told how it goes.
         made: encodings that were made.
@@ -140,7 +140,10 @@ class EncodingPass:
         if not encodings:
             return
         store = self.writer.store
-        version = self.vectors.save(store.vector_folder, store.catalog.vectors().generation + 1)
+        current = store.catalog.vectors()
+        version = carry_over(store.vector_folder, current) or self.vectors.save(
+            store.vector_folder, current.generation + 1
+        )
         self.writer.add_encodings(encodings, version, self._evicted)
         remove_other_generations(store.vector_folder, version.generation)
         done = set(encodings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ragcache.indexer.contexts import Block, context_ids
 from ragcache.indexer.encoder import StateEncoder
@@ -17,6 +18,8 @@ from ragcache.states.reading import ReadStates
 from ragcache.states.records import ChunkEncoding, ChunkRecord, NewEncoding
 from ragcache.states.usage import NEVER_USED
 from ragcache.states.writer import StoreWriter
+
+_BATCH = 500
 
 
 @dataclass
@@ -107,12 +110,16 @@ def _worth_readmitting(repair: StateRepair) -> list[ChunkEncoding]:
     usage = store.usage.all()
     candidates: dict[str, Candidate] = {}
     encodings: dict[str, list[ChunkEncoding]] = {}
-    for chunk, encoding in Inventory(store.catalog).evicted():
-        key, tokens = encoding.key, len(chunk.token_ids)
-        context_tokens = len(context_ids(repair.contexts(encoding) or ()))
-        size, cost = repair.encoder.size(tokens, context_tokens), repair.encoder.cost(tokens, context_tokens)
-        candidates[key] = Candidate(key, size, cost, usage.get(key, NEVER_USED))
-        encodings.setdefault(key, []).append((chunk, encoding))
+    evicted = Inventory(store.catalog).evicted()
+    # Of all that was evicted little may come back, so contexts are not read for this, only how long they are.
+    while batch := list(islice(evicted, _BATCH)):
+        counts = store.catalog.token_counts({content for _, encoding in batch for content in encoding.members})
+        for chunk, encoding in batch:
+            key, tokens = encoding.key, len(chunk.token_ids)
+            context_tokens = sum(counts.get(content, 0) for content in encoding.members)
+            size, cost = repair.encoder.size(tokens, context_tokens), repair.encoder.cost(tokens, context_tokens)
+            candidates[key] = Candidate(key, size, cost, usage.get(key, NEVER_USED))
+            encodings.setdefault(key, []).append((chunk, encoding))
     chosen: list[ChunkEncoding] = []
     pending = 0
     for candidate in sorted(candidates.values(), key=priority, reverse=True):

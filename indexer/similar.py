@@ -10,7 +10,9 @@ from ragcache.states.catalog import Catalog
 from ragcache.states.records import ChunkRecord
 
 FEW = 16
-"""Neighbours that are looked up at first: contexts hold some 6 of them, but some are of the same document or text."""
+"""Neighbours that are looked up at first at least: contexts of whole chunks hold some 6 of them, but some are of the
+same document or text. Of short chunks they hold more, and a search of its own for each chunk would take ten times as
+long as one for many."""
 
 MANY = 256
 """Neighbours of which one that is none of these is looked for. Where there are more of the same it has no context."""
@@ -24,6 +26,7 @@ class SimilarChunks:
         self._neighbours = neighbours
         self._recipe = recipe
         self._few: dict[int, list[ChunkRecord]] = {}
+        self._count = FEW
 
     def prepare(self, documents: Iterable[tuple[Sequence[ChunkRecord], Collection[int]]]) -> None:
         """Look the neighbours up that contexts will be filled up with, and forget those of other chunks.
@@ -31,8 +34,12 @@ class SimilarChunks:
         Args:
             documents: chunks of each in their order, and vector ids of those that are encoded.
         """
-        wanted = [chunk.vector_id for chunks, ids in documents for chunk in self._in_need(chunks, ids)]
-        nearest = self._neighbours.nearest(wanted, FEW)
+        needing = [chunk for chunks, ids in documents for chunk in self._in_need(chunks, ids)]
+        tokens = sum(len(chunk.token_ids) for chunk in needing)
+        # Neighbours are about as long as they are, and about half of them go into contexts.
+        held = self._recipe.count * self._recipe.tokens * len(needing) // max(tokens, 1)
+        self._count = min(max(FEW, 2 * held), MANY // 2)
+        nearest = self._neighbours.nearest([chunk.vector_id for chunk in needing], self._count)
         records = self._records({one for row in nearest.values() for one, _ in row})
         self._few = {one: [records[it] for it, _ in row if it in records] for one, row in nearest.items()}
 
@@ -40,10 +47,10 @@ class SimilarChunks:
         """The chunks most similar to one, best first."""
         few = self._few.get(chunk.vector_id)
         if few is None:
-            few = self._look_up(chunk, FEW)
+            few = self._look_up(chunk, self._count)
         yield from few
-        if len(few) == FEW:
-            yield from self._look_up(chunk, MANY)[FEW:]
+        if len(few) == self._count:
+            yield from self._look_up(chunk, MANY)[len(few) :]
 
     def _in_need(self, chunks: Sequence[ChunkRecord], ids: Collection[int]) -> Iterator[ChunkRecord]:
         """Those to be encoded whose contexts take more than what their document has before them."""

@@ -16,6 +16,7 @@ from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.renewal import AFFECTED
 from ragcache.maintenance import rebuild_store
 from ragcache.model.certify import reference_kv, relative_error
+from ragcache.retriever.vectors import VectorIndex, Vectors
 from ragcache.states.key import context_digest, state_key
 from ragcache.states.reading import read_states
 from ragcache.states.records import ChunkRecord, Encoding
@@ -264,6 +265,80 @@ def test_an_interrupted_run_is_gone_on_with(open_tiny: OpenTiny, monkeypatch: py
     report = cache.index(documents)
     assert report.in_context == len(chunks_of(cache)) - done
     check_whole(cache)
+
+
+def test_a_change_of_recipe_that_was_interrupted_is_undone_by_going_back(
+    open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [make_document(number, 16) for number in range(12)]
+    given = {**ONLY, "batch_tokens": 300, "shard_megabytes": 1}
+    cache = open_tiny(**given, context_tokens=40)
+    cache.index(documents)
+    before = in_context(cache)
+    left, encode = 25, StateEncoder.encode
+
+    def interrupted(self: StateEncoder, blocks: list[Block[ChunkRecord]]) -> object:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        return encode(self, blocks)
+
+    monkeypatch.setattr(StateEncoder, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_tiny(**given, context_tokens=120).index(documents)
+    monkeypatch.undo()
+    cache = open_tiny(**given, context_tokens=40)
+    changed = sum(before[name] != encoding for name, encoding in in_context(cache).items())
+    assert changed > 0
+    assert cache.index(documents).in_context == changed
+    assert {name: it.contexts for name, it in in_context(cache).items()} == {
+        name: it.contexts for name, it in before.items()
+    }
+
+
+def test_a_rebuilt_catalog_knows_the_recipe(open_tiny: OpenTiny) -> None:
+    documents = [*animals(), make_document(1)]
+    cache = open_tiny(**BOTH, context_tokens=40)
+    cache.index(documents)
+    rebuild_store(cache.path, cache.settings, lambda: cache.embedder)
+    assert open_tiny(**BOTH, context_tokens=40).index(documents).in_context == 0
+    assert open_tiny(**BOTH, context_tokens=200).index(documents).in_context > 0
+
+
+def test_contexts_that_a_small_corpus_had_no_text_for_are_made_once_there_is_some(open_tiny: OpenTiny) -> None:
+    cache = open_tiny(encodings=("alone", "context"), context_tokens=40)
+    for document in [*animals(), Document("honey", HONEY)]:
+        cache.index([document])
+    assert {len(it.contexts) for it in in_context(cache).values()} == {3}
+    check_whole(cache)
+    assert cache.index(animals()).in_context == 0
+
+
+def test_contexts_of_many_short_chunks_take_few_searches(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = open_tiny(encodings=("context",), context_tokens=200)
+    searches, nearest = 0, VectorIndex.nearest
+
+    def counted(self: VectorIndex, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        nonlocal searches
+        searches += 1
+        return nearest(self, vectors, count)
+
+    monkeypatch.setattr(VectorIndex, "nearest", counted)
+    cache.index([Document(f"fact-{number}", f"Fact {number} is true.") for number in range(60)])
+    assert searches < 5
+    assert {len(it.contexts) for it in in_context(cache).values()} == {3}
+
+
+def test_vectors_are_not_written_again_with_contexts(open_tiny: OpenTiny) -> None:
+    cache = open_tiny(encodings=("alone",))
+    cache.index(animals())
+    (before,) = [path.stat().st_ino for path in cache.store.vector_folder.iterdir()]
+    cache = open_tiny(**BOTH)
+    cache.index(animals())
+    (after,) = [path.stat().st_ino for path in cache.store.vector_folder.iterdir()]
+    assert after == before
+    assert VectorIndex.load(cache.store.vector_folder, cache.store.catalog.vectors()).ids == {1, 2, 3, 4, 5}
 
 
 def test_states_that_overflow_are_not_stored(open_tiny: OpenTiny) -> None:
