@@ -131,7 +131,7 @@ class Settings(BaseSettings, QueryOptions):
     chunk_overlap: int = Field(0, ge=0, description="Tokens that neighbouring chunks share")
     context: ContextName = Field("document", description="Text that a context encoding comes after")
     context_tokens: int = Field(512, ge=1, description="Length of that text, in tokens")
-    contexts: int = Field(3, ge=1, description="Contexts of a chunk; its states are the mean of those in each")
+    contexts: int = Field(3, ge=1, le=16, description="Contexts of a chunk; its states are the mean of those in each")
     system_prompt: str = Field(DEFAULT_SYSTEM_PROMPT, description="Start of every prompt; states depend on it")
 
     # How the machine is used.
