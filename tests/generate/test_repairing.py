@@ -283,14 +283,15 @@ class TestTimeBudget:
             prefilled = run.run(prompt.spans, RepairOptions("boundary", 1.0, 2.0 * (question + 50)))
         assert prefilled.repaired_tokens == 50
 
-    def test_an_engine_learns(self, open_tiny: OpenTiny) -> None:
-        """What it has to go by at first is the prefix's prefill; then a budget is kept and made use of."""
+    def test_an_engine_learns(self, open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What it has to go by at first is the prefix's prefill, later what it ran. On a machine of an even pace."""
+        record, rate = Pace.record, 1e-6
+        monkeypatch.setattr(Pace, "record", lambda pace, flops, _: record(pace, flops, flops * rate))
         prompt = prompt_of(open_tiny())
-        first = prompt.prepare(RepairOptions("boundary", 1.0, 1e9)).report
-        assert first.repaired_tokens == prompt.spans.most
-        for _ in range(8):
-            later = prompt.prepare(RepairOptions("boundary", 1.0, 4 * first.repair_ms)).report
-        assert later.repaired_tokens > 0
+        each = rate * pass_flops(prompt.cache.model, 1, len(prompt.layout.token_ids))
+        for count in (50, 20, 80):
+            budget = each * (len(prompt.layout.question) + count)
+            assert abs(prompt.prepare(RepairOptions("boundary", 1.0, budget)).report.repaired_tokens - count) <= 1
 
 
 def test_options_arrive(open_tiny: OpenTiny) -> None:
