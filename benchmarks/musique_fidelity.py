@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,17 @@ from ragcache import Document, RagCache
 from ragcache.console import EvaluationProgress, IndexingProgress, loading
 from ragcache.evaluation.grid import PLAIN, Axes, Setting, distinct, read_grid
 from ragcache.evaluation.job import EvaluationOptions, evaluate
-from ragcache.evaluation.questions import Question, read_questions, sampled
+from ragcache.evaluation.questions import Question, read_questions
 from ragcache.evaluation.text_table import text_table
+from ragcache.indexer.report import ENCODING, Progress
 from ragcache.prompt.template import PromptTemplate
 
 PASSAGE_TOKENS = 256
 """Of a chunk, header included."""
 PASSAGES = 6
 """Of a record, that its question is asked with."""
+SPARE_CHUNKS = 24
+"""Encoded in context beyond those that are asked about: more than there are in a shard of 64 MB."""
 
 GRID: tuple[Setting, ...] = distinct(
     (
@@ -53,28 +58,69 @@ def cut(template: PromptTemplate, title: str, text: str) -> str:
     return " ".join(words[:fits])
 
 
-def documents(records: list[dict[str, Any]], template: PromptTemplate) -> Iterator[Document]:
-    """Each passage of each record."""
-    for number, record in enumerate(records):
-        for place, passage in enumerate(record["passages"]):
-            title = f"{number}.{place}"
-            yield Document(title, cut(template, title, passage), title)
+def pool_of(records: list[dict[str, Any]], asked: Iterable[int]) -> list[str]:
+    """Every passage once, those that are asked about first."""
+    first = [passage for number in asked for passage in records[number]["passages"][:PASSAGES]]
+    return list(dict.fromkeys([*first, *(passage for record in records for passage in record["passages"])]))
 
 
-def write_questions(records: list[dict[str, Any]], path: Path) -> list[Question]:
+def documents(pool: list[str], template: PromptTemplate) -> list[Document]:
+    """Each passage as one document, named by its place in the pool."""
+    return [Document(str(number), cut(template, str(number), text), str(number)) for number, text in enumerate(pool)]
+
+
+def write_questions(records: list[dict[str, Any]], asked: Iterable[int], pool: list[str], path: Path) -> list[Question]:
     """Questions as `ragcache evaluate --questions` reads them."""
+    number_of = {passage: str(number) for number, passage in enumerate(pool)}
     lines = [
         json.dumps(
             {
-                "question": record["question"],
-                "answers": record["answers"],
-                "documents": [f"{number}.{place}" for place in range(PASSAGES)],
+                "question": records[number]["question"],
+                "answers": records[number]["answers"],
+                "documents": list(dict.fromkeys(number_of[it] for it in records[number]["passages"][:PASSAGES])),
             }
         )
-        for number, record in enumerate(records)
+        for number in asked
     ]
     path.write_text("\n".join(lines) + "\n")
     return read_questions(path)
+
+
+class EnoughError(Exception):
+    """All passages that are asked about have their contexts."""
+
+
+class UntilAsked:
+    """Stops the pass in context after the passages that are asked about, which come first.
+
+    What they come after is chosen from the whole pool all the same; the contexts of the others would never be read.
+    """
+
+    def __init__(self, progress: Progress, chunks: int) -> None:
+        # What is in a shard that is not full is not kept.
+        self._progress, self._left, self._counting = progress, chunks + SPARE_CHUNKS, False
+
+    def start(self, documents: int, words: str = ENCODING) -> None:
+        """A pass begins."""
+        self._counting = words != ENCODING
+        self._progress.start(documents, words)
+
+    def advance(self, documents: int, chunks: int, tokens: int) -> None:
+        """So much more is done."""
+        self._progress.advance(documents, chunks, tokens)
+        self._left -= chunks if self._counting else 0
+        if self._left < 0:
+            raise EnoughError
+
+
+def lacking_contexts(cache: RagCache, questions: list[Question]) -> int:
+    """How many of the passages that are asked about have no encoding in context yet."""
+    asked = {it for question in questions for it in question.documents}
+    if not cache.path.exists():
+        return len(asked)
+    catalog = cache.store.catalog
+    chunks = catalog.chunks_by_vector(catalog.vector_ids(sorted(asked)))
+    return len(asked) - sum(it.encoding("context") is not None for it in chunks)
 
 
 def main() -> None:
@@ -83,11 +129,12 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="musique_dev75.json")
     parser.add_argument("--folder", type=Path, default=Path(".musique"), help="for store and results")
     parser.add_argument("--records", type=int, help="use this many records only, for the pool too")
-    parser.add_argument("--questions", type=int, help="ask this many of them")
+    parser.add_argument("--questions", type=int, default=30, help="ask this many of them")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--codec", default="raw")
     parser.add_argument("--context", default="neighbours", help="document or neighbours")
     parser.add_argument("--context-tokens", type=int, default=512)
+    parser.add_argument("--contexts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--grid", type=Path, help="JSON file with other settings")
     arguments = parser.parse_args()
@@ -102,15 +149,21 @@ def main() -> None:
             dtype="float32",
             codec=arguments.codec,
             encodings=("alone", "context"),
+            contexts=arguments.contexts,
+            shard_megabytes=64,
             context=arguments.context,
             context_tokens=arguments.context_tokens,
             # Every passage is one chunk, so nothing is ever cut here.
             chunk_tokens=2 * PASSAGE_TOKENS,
         )
     with cache:
-        with IndexingProgress(console) as progress:
-            cache.index(list(documents(records, cache.template)), source="musique", progress=progress)
-        questions = sampled(write_questions(records, arguments.folder / "questions.jsonl"), arguments.questions, seed=0)
+        asked = sorted(random.Random(0).sample(range(len(records)), min(arguments.questions, len(records))))
+        pool = pool_of(records, asked)
+        questions = write_questions(records, asked, pool, arguments.folder / "questions.jsonl")
+        needed = lacking_contexts(cache, questions)
+        with IndexingProgress(console) as progress, suppress(EnoughError):
+            if needed:
+                cache.index(documents(pool, cache.template), source="musique", progress=UntilAsked(progress, needed))
         grid = read_grid(arguments.grid) if arguments.grid else GRID
         options = EvaluationOptions(max_tokens=arguments.max_tokens, top_k=PASSAGES)
         with EvaluationProgress(console) as measuring:

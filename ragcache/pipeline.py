@@ -151,14 +151,20 @@ class RagCache:
             SourceError: a document cannot be read, an id comes twice, or there are none.
             StoreError: the store cannot be written to, or another process is writing.
         """
-        store, report = self._indexing.run(
-            self._store or self.path,
-            documents,
-            source=source,
-            remove_missing=remove_missing,
-            progress=progress or Silent(),
-            wait=wait,
-        )
+        try:
+            store, report = self._indexing.run(
+                self._store or self.path,
+                documents,
+                source=source,
+                remove_missing=remove_missing,
+                progress=progress or Silent(),
+                wait=wait,
+            )
+        except BaseException:
+            # What a first run had committed before it was stopped can be asked about.
+            if self._store is None and StateStore.exists(self.path):
+                self._attach(StateStore.open(self.path))
+            raise
         if self._store is None:
             self._attach(store)
         return report

@@ -21,6 +21,7 @@ from ragcache.errors import (
     StoreNotFoundError,
     StreamClosedError,
 )
+from ragcache.indexer.report import ENCODING, Silent
 from ragcache.model.language_model import LanguageModel
 from ragcache.retriever.embedding import Embedder
 from ragcache.settings import load_settings
@@ -186,6 +187,20 @@ def test_before_anything_is_indexed(open_tiny: OpenTiny) -> None:
         with pytest.raises(StoreNotFoundError):
             call()
     assert not cache.path.exists()
+
+
+def test_what_a_first_run_had_committed_before_it_was_stopped_can_be_asked_about(open_tiny: OpenTiny) -> None:
+    class UntilContexts(Silent):
+        def start(self, documents: int, words: str = ENCODING) -> None:
+            if words != ENCODING:
+                raise KeyboardInterrupt
+
+    cache = open_tiny(encodings=("alone", "context"))
+    with pytest.raises(KeyboardInterrupt):
+        cache.index([make_document(1)], progress=UntilContexts())
+    assert cache.query("ships", top_k=1).sources[0].encoding == "alone"
+    cache.index([make_document(1)])
+    assert "context" in {source.encoding for source in cache.query("ships", top_k=2).sources}
 
 
 def test_a_store_opened_again_is_the_same(cache: RagCache, open_tiny: OpenTiny) -> None:

@@ -137,7 +137,7 @@ CHUNKS = st.lists(
     room=st.integers(0, 60),
 )
 @example(
-    document=[words("a"), words("a"), words("b"), words("c"), words("b")],
+    document=[words("a", 1), words("a", 1), words("b", 1), words("c", 1), words("b", 1)],
     neighbours=[],
     wanted={0, 1, 4},
     text="document",
