@@ -42,7 +42,9 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Folder for the results; a run that was stopped goes on there.")] = Path(
         "evaluation"
     ),
-    grid: Annotated[Path | None, typer.Option(help="JSON list of {encodings, order, repair, repair_ratio}.")] = None,
+    grid: Annotated[
+        Path | None, typer.Option(help="JSON list of {encodings, order, repair, repair_ratio or repair_ms}.")
+    ] = None,
     full_grid: Annotated[bool, typer.Option("--full-grid", help="Compare many settings instead of a few.")] = False,
     encodings: Annotated[
         str | None, typer.Option(help="Compare these, separated by commas, such as alone,alone+context.")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from ragcache.errors import EvaluationError
 from ragcache.settings import EncodingName, Order, QueryOptions, Repair
@@ -26,12 +26,24 @@ class Setting(BaseModel):
     encodings: tuple[EncodingName, ...] = Field(min_length=1)
     order: Order
     repair: Repair = "off"
-    repair_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    repair_ratio: float = Field(RATIO, ge=0.0, le=1.0)
+    repair_ms: float | None = Field(None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_form(cls, values: Any) -> Any:
+        """What says nothing is always the same: without repair how much of it, beside a time the ratio."""
+        if not isinstance(values, Mapping):
+            return values
+        if values.get("repair", "off") == "off":
+            return {**values, "repair_ratio": 0.0, "repair_ms": None}
+        return {**values, "repair_ratio": 0.0} if values.get("repair_ms") is not None else values
 
     @property
     def label(self) -> str:
         """For people; no two settings of a grid have the same."""
-        repair = f"{self.repair} {self.repair_ratio * 100:g}%" if self.repair != "off" else "no repair"
+        amount = f"{self.repair_ratio * 100:g}%" if self.repair_ms is None else f"{self.repair_ms:g} ms"
+        repair = "no repair" if self.repair == "off" else f"{self.repair} {amount}"
         return f"{'+'.join(self.encodings)}, {self.order}, {repair}"
 
     def query(self, max_tokens: int) -> QueryOptions:
@@ -56,7 +68,7 @@ class Axes:
     def settings(self) -> tuple[Setting, ...]:
         """Their product, each setting once."""
         return distinct(
-            Setting(encodings=encodings, order=order, repair=repair, repair_ratio=0.0 if repair == "off" else ratio)
+            Setting(encodings=encodings, order=order, repair=repair, repair_ratio=ratio)
             for encodings, order, repair, ratio in itertools.product(
                 self.encodings, self.orders, self.repairs, self.ratios
             )
@@ -82,8 +94,13 @@ FULL_GRID = Axes(
 
 def setting_of(options: QueryOptions) -> Setting:
     """What queries are answered with when nothing else is asked for."""
-    ratio = options.repair_ratio if options.repair != "off" else 0.0
-    return Setting(encodings=options.encodings, order=options.order, repair=options.repair, repair_ratio=ratio)
+    return Setting(
+        encodings=options.encodings,
+        order=options.order,
+        repair=options.repair,
+        repair_ratio=options.repair_ratio,
+        repair_ms=options.repair_ms,
+    )
 
 
 def chosen_grid(
@@ -145,7 +162,7 @@ _READER = TypeAdapter(list[Setting])
 
 
 def read_grid(path: Path) -> tuple[Setting, ...]:
-    """Settings of a JSON file: a list of objects with `encodings`, `order`, `repair` and `repair_ratio`.
+    """Settings of a JSON file: a list of objects with `encodings`, `order`, `repair` and `repair_ratio` or `repair_ms`.
 
     Raises:
         EvaluationError: it cannot be read, or holds something else.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,8 @@ def evaluate(
         asked = [find_passages(cache, question, options.top_k) for question in questions]
         _check_room(cache, asked, options.max_tokens)
         served, left_out = possible(settings, asked)
-        for it in left_out:
-            remark(f"left out: {it.setting.label}: {it.reason}")
+        for reason, count in Counter(it.reason for it in left_out).items():
+            remark(f"left out: {count} {'setting' if count == 1 else 'settings'}: {reason}")
         if not served:
             raise EvaluationError(f"{cache.path} can serve none of the settings: {left_out[0].reason}")
         records = run(Measurement(cache, options.max_tokens), asked, served, journal, progress)

@@ -84,7 +84,11 @@ def apply(store: StateStore, setting: Setting) -> None:
         StoreLockedError: another process is writing to the store.
         StoreError: the file cannot be written.
     """
-    # What is not repaired has no ratio; the one for those who ask for repair stays.
-    without = {"repair_ratio"} if setting.repair == "off" else set()
+    without: set[str] = set()
+    if setting.repair == "off":
+        # How much to repair stays for those who ask for it.
+        without = {"repair_ratio", "repair_ms"}
+    elif setting.repair_ms is not None:
+        without = {"repair_ratio"}
     with hold_lock(store.path):
         store.change_settings(setting.model_dump(mode="json", exclude=without))

@@ -204,7 +204,7 @@ class StateStore:
         self.change_settings(stored_settings(settings))
 
     def change_settings(self, values: Mapping[str, Any]) -> None:
-        """Set some values in `store.toml`, whole or not at all; all others stay.
+        """Set some values in `store.toml`, or take out those that are `None`, all or nothing; all others stay.
 
         Raises:
             StoreError: it cannot be written.
@@ -212,7 +212,7 @@ class StateStore:
         path = self.path / STORE_TOML
         try:
             current = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            wanted = {**current, **values}
+            wanted = {name: value for name, value in {**current, **values}.items() if value is not None}
             if wanted == current:
                 return
             write_durably(path, tomli_w.dumps(wanted).encode())

@@ -41,6 +41,32 @@ def test_a_setting_is_what_a_query_asks_for() -> None:
     assert setting_of(options) == setting
     # Without repair a ratio says nothing.
     assert setting_of(QueryOptions(encodings=("alone",), order="score", repair="off", repair_ratio=0.9)) == PLAIN
+    timed = QueryOptions(encodings=("alone",), order="score", repair="query", repair_ratio=0.9, repair_ms=80)
+    assert setting_of(timed).label == "alone, score, query 80 ms"
+    assert setting_of(timed).query(5).repair_ms == 80
+
+
+def test_a_setting_has_one_form(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    plain = {"encodings": ["alone"], "order": "score"}
+    path.write_text(
+        json.dumps(
+            [
+                plain,
+                plain | {"repair": "off", "repair_ratio": 0.3},
+                plain | {"repair": "off", "repair_ms": 100},
+                plain | {"repair": "query"},
+                plain | {"repair": "query", "repair_ratio": 0.15},
+                plain | {"repair": "query", "repair_ms": 80, "repair_ratio": 0.3},
+                plain | {"repair": "query", "repair_ms": 80},
+            ]
+        )
+    )
+    assert [it.label for it in read_grid(path)] == [
+        "alone, score, no repair",
+        "alone, score, query 15%",
+        "alone, score, query 80 ms",
+    ]
 
 
 def test_files(tmp_path: Path) -> None:

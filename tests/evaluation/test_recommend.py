@@ -64,6 +64,16 @@ def test_apply_changes_these_settings_and_no_others(cache: RagCache) -> None:
     }
 
 
+def test_apply_puts_a_time_in_the_place_of_a_ratio_and_back(cache: RagCache) -> None:
+    path = cache.store.path / STORE_TOML
+    timed = REPAIRED.model_copy(update={"repair_ratio": 0.0, "repair_ms": 80.0})
+    apply(cache.store, timed)
+    assert tomllib.loads(path.read_text())["repair_ms"] == 80
+    apply(cache.store, REPAIRED)
+    assert "repair_ms" not in tomllib.loads(path.read_text())
+    assert tomllib.loads(path.read_text())["repair_ratio"] == 0.15
+
+
 def test_apply_makes_nothing_else_of_the_environment_last(cache: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache.store.path / STORE_TOML
     before = tomllib.loads(path.read_text())
