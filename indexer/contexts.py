@@ -60,6 +60,24 @@ class ContextRecipe:
 
 
 @dataclass(frozen=True)
+class Run(Generic[P]):
+    """A sequence that goes through the model.
+
+    Attributes:
+        context: only attended to.
+        chunks: come after it; their states are kept.
+    """
+
+    context: tuple[P, ...]
+    chunks: tuple[P, ...]
+
+    @property
+    def tokens(self) -> int:
+        """All of it."""
+        return len(joined((*self.context, *self.chunks)))
+
+
+@dataclass(frozen=True)
 class Block(Generic[P]):
     """Chunks that are encoded one after the other in one sequence, each attending to all before it.
 
@@ -87,14 +105,14 @@ class Block(Generic[P]):
         return Block(self.before(start), self.chunks[start:stop], self.others[start:stop])
 
     @property
-    def sequences(self) -> list[tuple[tuple[P, ...], tuple[P, ...]]]:
-        """What is run through the model: text that is only attended to, and chunks after it."""
+    def sequences(self) -> list[Run[P]]:
+        """What is run through the model."""
         further = [
-            (context, (chunk,))
+            Run(context, (chunk,))
             for chunk, contexts in zip(self.chunks, self.others, strict=False)
             for context in contexts
         ]
-        return [(self.members, self.chunks), *further]
+        return [Run(self.members, self.chunks), *further]
 
     def holds(self, content: str) -> bool:
         """Whether that text stands in it already."""
@@ -108,7 +126,7 @@ class Block(Generic[P]):
     @property
     def tokens(self) -> int:
         """All that are run through the model."""
-        return sum(len(joined((*before, *chunks))) for before, chunks in self.sequences)
+        return sum(it.tokens for it in self.sequences)
 
 
 def joined(passages: Iterable[Passage]) -> tuple[int, ...]:

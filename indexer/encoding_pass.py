@@ -119,7 +119,7 @@ class EncodingPass:
         return True
 
     def _encode(self, together: list[_Work]) -> None:
-        encoded = iter(self.encoder.encode([work.block for work in together]))
+        encoded = iter(self.encoder.encode([work.block for work in together], self.batch_tokens))
         for work in together:
             for index, (chunk, encoding) in enumerate(zip(work.block.chunks, work.encodings, strict=True)):
                 layers, before = next(encoded), context_ids(work.block.contexts(index))

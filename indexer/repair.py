@@ -81,7 +81,7 @@ class StateRepair:
     def _encode_batch(self) -> None:
         if not self._batch:
             return
-        encoded = self.encoder.encode([block for _, block in self._batch.values()])
+        encoded = self.encoder.encode([block for _, block in self._batch.values()], self.batch_tokens)
         for (key, (name, block)), layers in zip(self._batch.items(), encoded, strict=True):
             (chunk,), before = block.chunks, context_ids(block.contexts(0))
             cost = self.encoder.cost(len(chunk.token_ids), len(before))

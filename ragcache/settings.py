@@ -82,9 +82,9 @@ class QueryOptions(BaseModel):
     top_k: int = Field(4, ge=1, description="Chunks retrieved for a question")
     reuse: Reuse = Field("composed", description="How stored states serve a query")
     encodings: Annotated[tuple[EncodingName, ...], NoDecode] = Field(
-        ("alone",), min_length=1, description="What chunks are encoded after: alone, context"
+        ("alone", "context"), min_length=1, description="What chunks are encoded after: alone, context"
     )
-    order: Order = Field("score", description="How chunks stand in the prompt")
+    order: Order = Field("conditioned", description="How chunks stand in the prompt")
     repair: Repair = Field("off", description="Which tokens of chunks are computed again with all before them in view")
     repair_ratio: float = Field(0.15, ge=0.0, le=1.0, description="Share of the chunks' tokens that is repaired")
     repair_ms: float | None = Field(None, gt=0, description="Time for repair; takes the place of the ratio")

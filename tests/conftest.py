@@ -21,6 +21,7 @@ from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import load_language_model
 from ragcache.retriever.embedding import Embedder
 from ragcache.settings import Settings, load_settings
+from ragcache.states.store import StateStore
 from tests.model.families import FAMILIES
 
 
@@ -97,12 +98,20 @@ def tiny_model(tiny_folder: Callable[[str], Path], cache_folder: Path) -> Callab
 def open_tiny(
     tmp_path: Path, tiny_model: Callable[[str], LanguageModel], embedder: Embedder
 ) -> Callable[..., RagCache]:
-    """Open a store of this test with a tiny model; settings as given, raw states unless told otherwise."""
+    """Open a store of this test with a tiny model; settings as given, else raw states of one encoding, best first."""
 
     def open_store(path: Path | None = None, family: str = "llama", **settings: Any) -> RagCache:
         model = tiny_model(family)
-        given = {"model": model.name, "dtype": "float32", "codec": "raw", "chunk_tokens": 64, "max_tokens": 8}
+        given: dict[str, Any] = {
+            "model": model.name,
+            "dtype": "float32",
+            "codec": "raw",
+            "chunk_tokens": 64,
+            "max_tokens": 8,
+        }
         path = path or tmp_path / "store"
+        if not StateStore.exists(path):
+            given |= {"encodings": ("alone",), "order": "score"}
         return RagCache(path, load_settings(path, **given | settings), model, embedder)
 
     return open_store

@@ -469,7 +469,14 @@ def foreign(
     def make(kind: Kind) -> RagCache:
         path, model = tmp_path / "foreign", tiny_model("llama3-rope")
         settings = load_settings(
-            path, model=model.name, dtype="float32", codec="raw", chunk_tokens=64, **kind._asdict()
+            path,
+            model=model.name,
+            dtype="float32",
+            codec="raw",
+            chunk_tokens=64,
+            encodings=("alone",),
+            order="score",
+            **kind._asdict(),
         )
         cache = RagCache(path, settings, model, embedder)
         cache.index(DOCUMENTS[:2])

@@ -44,7 +44,7 @@ ANSWER_TOKENS = 20
 @pytest.fixture(scope="module")
 def cache(smollm: LanguageModel, embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> RagCache:
     path = tmp_path_factory.mktemp("real") / "store"
-    settings = load_settings(path, model="smollm2-135m", dtype="float32", codec="raw")
+    settings = load_settings(path, model="smollm2-135m", dtype="float32", codec="raw", encodings=("alone",))
     cache = RagCache(path, settings, smollm, embedder)
     cache.index([Document(name, topics[name], name) for name in QUESTIONS])
     return cache
@@ -139,7 +139,7 @@ def test_int8_states_change_the_next_token_distribution_little(
 ) -> None:
     """KL divergence of the next token's distribution against unquantised states, over eight prompts."""
     path = tmp_path_factory.mktemp("int8") / "store"
-    settings = load_settings(path, model="smollm2-135m", dtype="float32", codec="int8")
+    settings = load_settings(path, model="smollm2-135m", dtype="float32", codec="int8", encodings=("alone",))
     int8 = RagCache(path, settings, smollm, embedder)
     int8.index([Document(name, topics[name], name) for name in list(QUESTIONS)[:10]])
     divergences = []

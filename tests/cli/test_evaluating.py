@@ -51,7 +51,7 @@ def run(
     folder.mkdir()
     for number in range(3):
         (folder / f"doc-{number}.txt").write_text(make_document(number).text)
-    assert run_cli("index", folder, "--chunk-tokens", 64).code == 0
+    assert run_cli("index", folder, "--chunk-tokens", 64, "--encodings", "alone").code == 0
     return run_cli
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ragcache.indexer.contexts import Block, alone, joined
 from ragcache.indexer.encoder import StateEncoder
-from ragcache.model.capture import prefill
+from ragcache.model.capture import capture_states, prefill
 from ragcache.model.certify import reference_kv, relative_error
 from ragcache.model.language_model import LanguageModel
 from ragcache.restore.formats import state_format
@@ -119,3 +120,32 @@ def test_states_in_several_contexts_are_the_mean(
         for layer, data in mine.items():
             mean = torch.stack([expected[part][layer].view(torch.float32) for part in parts]).mean(0)
             torch.testing.assert_close(data.view(torch.float32), mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pass_tokens", [1, 60, 130])
+def test_passes_are_no_longer_than_asked_for(
+    tiny_model: Callable[[str], LanguageModel], monkeypatch: pytest.MonkeyPatch, pass_tokens: int
+) -> None:
+    """Contexts of one chunk may be run in different passes."""
+    encoder = encoder_of(tiny_model("llama"), "pre-rope-kv")
+    first, second, third, fourth = (random_words(tokens, tokens) for tokens in (37, 21, 50, 8))
+    others: tuple[tuple[tuple[Words, ...], ...], ...] = (((second,), (fourth, second)), ((first,),))
+    blocks = [alone(first), Block((first,), (third, fourth), others), alone(second)]
+    whole = encoder.encode(blocks)
+    runs: list[list[int]] = []
+
+    def counted(model: LanguageModel, prefix: object, chunks: Any, receive: Any, *, contexts: Any) -> None:
+        runs.append([len(context) + len(chunk) for context, chunk in zip(contexts, chunks, strict=True)])
+        capture_states(model, encoder.prefix, chunks, receive, contexts=contexts)
+
+    monkeypatch.setattr("ragcache.indexer.encoder.capture_states", counted)
+    found = encoder.encode(blocks, pass_tokens)
+    assert [it for run in runs for it in run] == [37, 95, 71, 79, 45, 21]
+    assert all(sum(run) <= pass_tokens or len(run) == 1 for run in runs)
+    assert len(runs) > 1
+    for mine, theirs in zip(found, whole, strict=True):
+        assert list(mine) == list(theirs) == encoder.format.stored_layers
+        for layer, data in mine.items():
+            torch.testing.assert_close(
+                data.view(torch.float32), theirs[layer].view(torch.float32), rtol=1e-4, atol=1e-5
+            )

@@ -156,6 +156,7 @@ class TestStore:
         def open_with(name: str = "store", family: str = "llama-multi-head", **settings: Any) -> RagCache:
             model = tiny_model(family)
             given = {"model": model.name, "dtype": "float32", "chunk_tokens": 64, "cache_folder": tmp_path / "cache"}
+            given |= {"encodings": ("alone",)}
             stages: list[str] = []
             path = tmp_path / name
             cache = RagCache(path, load_settings(path, **given | settings), model, embedder, stages.append)
