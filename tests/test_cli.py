@@ -110,6 +110,10 @@ def test_index_query_stats(run: Run, corpus: Path, store: Path) -> None:
 class TestUpkeep:
     """Commands that look after a store; what they do is in tests/test_maintenance.py."""
 
+    @pytest.fixture(autouse=True)
+    def _one_encoding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGCACHE_ENCODINGS", "alone")
+
     def test_forms_containers_folders_and_limits(
         self, run: Run, corpus: Path, tmp_path: Path, tiny: list[object]
     ) -> None:
