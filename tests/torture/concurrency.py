@@ -61,6 +61,7 @@ class CountingCache(RagCache):
 def open_store(path: Path, workshop: Workshop) -> CountingCache:
     """States decode exactly; shards are as small as settings allow."""
     given = {"dtype": "float32", "codec": "raw", "chunk_tokens": 96, "max_tokens": 8, "shard_megabytes": 1}
+    given |= {"encodings": ("alone",), "order": "score"}
     settings = load_settings(path, model="tiny", free_megabytes=0, **given)
     return CountingCache(path, settings, workshop.model, workshop.embedder)
 

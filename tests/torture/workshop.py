@@ -103,8 +103,9 @@ class Workshop:
         gc.freeze()
 
     def settings(self, path: Path) -> Settings:
-        """Settings of a store of small chunks and raw states."""
+        """Settings of a store of small chunks and raw states of one encoding, best chunk first."""
         given: dict[str, Any] = {"model": "tiny", "dtype": "float32", "codec": "raw", "chunk_tokens": 64}
+        given |= {"encodings": ("alone",), "order": "score"}
         return load_settings(path, **given, batch_tokens=128, free_megabytes=0, max_tokens=4)
 
     def open(self, path: Path) -> RagCache:
