@@ -157,6 +157,7 @@ def main() -> None:
             chunk_tokens=2 * PASSAGE_TOKENS,
         )
     with cache:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
         asked = sorted(random.Random(0).sample(range(len(records)), min(arguments.questions, len(records))))
         pool = pool_of(records, asked)
         questions = write_questions(records, asked, pool, arguments.folder / "questions.jsonl")
