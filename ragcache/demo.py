@@ -28,6 +28,8 @@ QUESTIONS = (
 TOP_K = 10
 """Gives about 4,096 tokens of passages."""
 MAX_TOKENS = 64
+CONTEXTS = 1
+"""Of each chunk. More bring answers nearer to the full prefill's, at twice as long a wait before the first question."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def run_demo(folder: Path, console: Console, progress_console: Console) -> None:
         from ragcache.indexer.sources import open_source
         from ragcache.pipeline import RagCache
 
-        cache = RagCache.open(folder / "store", on_stage=on_stage)
+        cache = RagCache.open(folder / "store", on_stage=on_stage, contexts=CONTEXTS)
     source = open_source(SOURCE)
     console.print(f"Indexing {SOURCE}, the language reference of this Python, with {cache.settings.model}.")
     with IndexingProgress(progress_console) as progress:

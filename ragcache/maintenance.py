@@ -15,6 +15,7 @@ from ragcache.prompt.validity import is_unicode
 from ragcache.retriever.vectors import VectorIndex
 from ragcache.settings import Settings
 from ragcache.states import changes
+from ragcache.states.canary_report import CanaryReport
 from ragcache.states.compact import CompactReport, compact, rewrite, shorten_journal
 from ragcache.states.form import StateFormat
 from ragcache.states.inventory import Inventory
@@ -203,6 +204,7 @@ class StoreStats:
         largest_documents: `document`, `chunks`, `bytes`; those that take most space.
         hits: chunks restored from states since the store was made.
         misses: chunks recomputed, by reason.
+        canary: what checks of answers against a full prefill found (`canary_rate`), as in `CanaryReport`.
     """
 
     documents: int
@@ -218,6 +220,7 @@ class StoreStats:
     largest_documents: list[dict[str, Any]]
     hits: int
     misses: dict[str, int]
+    canary: CanaryReport
 
 
 def store_stats(store: StateStore, documents: int = 10) -> StoreStats:
@@ -248,6 +251,7 @@ def store_stats(store: StateStore, documents: int = 10) -> StoreStats:
         largest_documents=largest,
         hits=usage["hits"],
         misses=usage["misses"],
+        canary=store.usage.canary(),
     )
 
 

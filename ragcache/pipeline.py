@@ -11,7 +11,7 @@ from typing import Any
 
 from ragcache.answer import Answer
 from ragcache.errors import PassageError, StoreError, StoreNotFoundError
-from ragcache.fidelity.canary import Canary, CanaryReport
+from ragcache.fidelity.canary import Canary
 from ragcache.generate.engine import Engine, PreparedPrompt
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.generate.sequences import SequenceReport
@@ -38,6 +38,7 @@ from ragcache.restore.choice import choose_format
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import RetrievedChunk, Retriever
 from ragcache.settings import EncodingName, Order, QueryOptions, Settings, load_settings, query_options
+from ragcache.states.canary_report import CanaryReport
 from ragcache.states.compact import CompactReport
 from ragcache.states.records import StoredStates, encoding_named
 from ragcache.states.store import StateStore
@@ -223,7 +224,10 @@ class RagCache:
         return store_stats(self.store)
 
     def canary_report(self) -> CanaryReport:
-        """How a share of the answers, `canary_rate`, compares with those after a full prefill."""
+        """How a share of the answers, `canary_rate`, compares with those after a full prefill; of this object only.
+
+        `stats` has those of all processes since the store was made.
+        """
         return self._canary.report
 
     def sequence_report(self) -> SequenceReport:
@@ -409,5 +413,6 @@ class RagCache:
     def _attach(self, store: StateStore) -> None:
         self._indexing.check_identity(store)
         self._store, self._retriever = store, Retriever(store, self.embedder)
+        self._canary.on_finding = store.usage.record_canary
         # For those who do not call `close`: at the latest when the process ends.
         weakref.finalize(self, store.usage.flush)

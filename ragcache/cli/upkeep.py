@@ -29,6 +29,7 @@ from ragcache.cli.app import (
 )
 from ragcache.errors import SettingsError
 from ragcache.settings import Settings, load_settings
+from ragcache.states.canary_report import CanaryReport
 from ragcache.states.store import StateStore
 
 if TYPE_CHECKING:
@@ -70,7 +71,16 @@ def stats(store: Store, as_json: AsJson = False) -> None:
         table.add_row("largest document", f"{it['bytes']:,} bytes, {it['chunks']} chunks, {it['document']}")
     table.add_row("hits", f"{found.hits:,}")
     table.add_row("misses", ", ".join(f"{count:,} {reason}" for reason, count in found.misses.items()) or "0")
+    if found.canary != CanaryReport():
+        table.add_row("canary", _canary_line(found.canary))
     to_stdout.print(table)
+
+
+def _canary_line(found: CanaryReport) -> str:
+    figures = f"{found.checked:,} answers checked"
+    if found.tokens:
+        figures += f", agreement {found.agreement:.3f}, KL {found.mean_kl:.4f}, at worst {found.worst_kl:.2f}"
+    return f"{figures}; {found.skipped:,} skipped, {found.failed:,} failed"
 
 
 @app.command()

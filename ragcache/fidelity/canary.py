@@ -6,8 +6,8 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,53 +20,10 @@ from ragcache.model.forward import Segment, forward
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.memory import memory_for
+from ragcache.states.canary_report import CanaryReport
 
 WAITING = 2
 """Answers that wait for their check at most; each keeps its prompt's KV cache for so long."""
-
-
-@dataclass(frozen=True)
-class CanaryReport:
-    """How answers compare with those that a full prefill would have given, as sums since the store was opened.
-
-    Attributes:
-        checked: answers compared.
-        skipped: answers that were drawn, but not compared because others were still waiting.
-        failed: answers that were drawn and could not be compared; the log says why.
-        tokens: of the answers compared.
-        agreeing_tokens: those that are the most probable one after a full prefill where they are the answer's own.
-        kl_sum: divergence of the next-token distribution from that of a full prefill, in nats, summed over tokens.
-        worst_kl: the largest of a token.
-    """
-
-    checked: int = 0
-    skipped: int = 0
-    failed: int = 0
-    tokens: int = 0
-    agreeing_tokens: int = 0
-    kl_sum: float = 0.0
-    worst_kl: float = 0.0
-
-    @property
-    def mean_kl(self) -> float | None:
-        """Of a token, in nats; `None` before the first check."""
-        return self.kl_sum / self.tokens if self.tokens else None
-
-    @property
-    def agreement(self) -> float | None:
-        """Share of tokens at which both have the same most probable one; `None` before the first check."""
-        return self.agreeing_tokens / self.tokens if self.tokens else None
-
-    def with_answer(self, found: Divergence) -> CanaryReport:
-        """The report with one more answer."""
-        return replace(
-            self,
-            checked=self.checked + 1,
-            tokens=self.tokens + len(found.kl),
-            agreeing_tokens=self.agreeing_tokens + sum(found.agrees),
-            kl_sum=self.kl_sum + sum(found.kl),
-            worst_kl=max(self.worst_kl, found.worst_kl),
-        )
 
 
 @dataclass(frozen=True)
@@ -82,6 +39,9 @@ class Canary:
 
     A check costs about what a full prefill does, and a request that arrives meanwhile shares the machine with it; so
     the share should be small.
+
+    Attributes:
+        on_finding: told what each answer that was drawn adds to the report, in whatever thread that is found.
     """
 
     def __init__(self, model: LanguageModel, pool: CachePool, rate: float, seed: int | None = None) -> None:
@@ -93,6 +53,7 @@ class Canary:
             rate: share of answers to check.
             seed: makes the choice of answers repeatable.
         """
+        self.on_finding: Callable[[CanaryReport], None] = lambda _: None
         self._model = model
         self._pool = pool
         self._rate = rate
@@ -126,7 +87,7 @@ class Canary:
             if not self._open or not answer or self._draw.random() >= self._rate:
                 return False
             if self._waiting.qsize() >= WAITING:
-                self._report = replace(self._report, skipped=self._report.skipped + 1)
+                self._add(CanaryReport(skipped=1))
                 return False
             self._waiting.put(_Drawn(prompt, tuple(answer)))
             return True
@@ -155,21 +116,19 @@ class Canary:
     def _handle(self, drawn: _Drawn) -> None:
         if not self._open:
             self._pool.give_back(drawn.prompt.cache)
-            self._count(skipped=1)
+            self._add(CanaryReport(skipped=1))
             return
         try:
             with memory_for("the check of an answer"):
-                found = self._compare(drawn)
+                finding = _report_of(self._compare(drawn))
         except (RagCacheError, RuntimeError) as error:
             # No request is concerned.
             logging.getLogger(__name__).warning("an answer could not be checked: %s", error)
-            self._count(failed=1)
+            finding = CanaryReport(failed=1)
         except Exception:  # whatever it is, the next check may succeed, and those who wait must not wait for ever
             logging.getLogger(__name__).exception("an answer could not be checked")
-            self._count(failed=1)
-        else:
-            with self._lock:
-                self._report = self._report.with_answer(found)
+            finding = CanaryReport(failed=1)
+        self._add(finding)
 
     def _compare(self, drawn: _Drawn) -> Divergence:
         """Distributions along the answer after the prompt as it was, against those after a full prefill of it."""
@@ -187,7 +146,18 @@ class Canary:
         finally:
             self._pool.give_back(cache)
 
-    def _count(self, *, skipped: int = 0, failed: int = 0) -> None:
+    def _add(self, finding: CanaryReport) -> None:
         with self._lock:
-            report = self._report
-            self._report = replace(report, skipped=report.skipped + skipped, failed=report.failed + failed)
+            self._report = self._report.plus(finding)
+        self.on_finding(finding)
+
+
+def _report_of(found: Divergence) -> CanaryReport:
+    """With one answer."""
+    return CanaryReport(
+        checked=1,
+        tokens=len(found.kl),
+        agreeing_tokens=sum(found.agrees),
+        kl_sum=float(sum(found.kl)),
+        worst_kl=float(found.worst_kl),
+    )

@@ -16,10 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
+from ragcache.states.canary_report import CanaryReport
 from ragcache.states.miss import MissReason
 
 USAGE = "usage.sqlite"
@@ -39,11 +40,23 @@ _SCHEMA = (
     " clock REAL NOT NULL)",
     "INSERT OR IGNORE INTO totals VALUES (0, 0, 0.0)",
 )
+# Files of earlier versions lack these.
+_SCHEMA_OF_CANARY = (
+    "CREATE TABLE IF NOT EXISTS canary (id INTEGER PRIMARY KEY CHECK (id = 0), checked INTEGER NOT NULL,"
+    " skipped INTEGER NOT NULL, failed INTEGER NOT NULL, tokens INTEGER NOT NULL, agreeing_tokens INTEGER NOT NULL,"
+    " kl_sum REAL NOT NULL, worst_kl REAL NOT NULL)",
+    "INSERT OR IGNORE INTO canary VALUES (0, 0, 0, 0, 0, 0, 0.0, 0.0)",
+)
 _ADD_USE = """
 INSERT INTO uses SELECT ?, ?, clock FROM totals WHERE true
 ON CONFLICT (key) DO UPDATE SET frequency = frequency + excluded.frequency, clock = excluded.clock
 """
 _ADD_MISSES = "INSERT INTO misses VALUES (?, ?) ON CONFLICT (reason) DO UPDATE SET count = count + excluded.count"
+_ADD_FINDINGS = """
+UPDATE canary SET checked = checked + :checked, skipped = skipped + :skipped, failed = failed + :failed,
+tokens = tokens + :tokens, agreeing_tokens = agreeing_tokens + :agreeing_tokens, kl_sum = kl_sum + :kl_sum,
+worst_kl = max(worst_kl, :worst_kl)
+"""
 # The last: Python could not make a message of SQLite's that quotes what is in a damaged file.
 _FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR")
@@ -91,9 +104,10 @@ class _Pending:
     hits: int = 0
     misses: Counter[str] = field(default_factory=Counter)
     clock: float = 0.0
+    canary: CanaryReport = field(default_factory=CanaryReport)
 
     def __bool__(self) -> bool:
-        return bool(self.uses or self.hits or self.misses or self.clock)
+        return bool(self.uses or self.hits or self.misses or self.clock or self.canary != CanaryReport())
 
     def add_uses(self, keys: Counter[str]) -> None:
         if len(self.keys) + len(keys) > MAX_PENDING_KEYS:
@@ -110,11 +124,13 @@ class _Pending:
         self.hits += later.hits
         self.misses.update(later.misses)
         self.clock = max(self.clock, later.clock)
+        self.canary = self.canary.plus(later.canary)
 
     def write(self, connection: sqlite3.Connection) -> None:
         connection.execute("UPDATE totals SET hits = hits + ?, clock = max(clock, ?)", (self.hits, self.clock))
         connection.executemany(_ADD_USE, self.keys.items())
         connection.executemany(_ADD_MISSES, self.misses.items())
+        connection.execute(_ADD_FINDINGS, asdict(self.canary))
 
 
 class Usage:
@@ -153,6 +169,12 @@ class Usage:
             finally:
                 self._file_lock.release()
 
+    def record_canary(self, finding: CanaryReport) -> None:
+        """Count what checks of answers found; it goes to the file with the next query or `flush`."""
+        self._follow_fork()
+        with self._lock:
+            self._pending.canary = self._pending.canary.plus(finding)
+
     def flush(self) -> None:
         """Add what is pending to the file. What cannot be written stays pending."""
         self._follow_fork()
@@ -187,6 +209,14 @@ class Usage:
             with self._lock:
                 misses.update(self._pending.misses)
                 return {"hits": hits + self._pending.hits, "misses": dict(misses)}
+
+    def canary(self) -> CanaryReport:
+        """What checks of answers found, of all processes together."""
+        self._follow_fork()
+        with self._file_lock:
+            stored = self._read(_select_canary) or CanaryReport()
+            with self._lock:
+                return stored.plus(self._pending.canary)
 
     @property
     def clock(self) -> float:
@@ -317,7 +347,7 @@ def _transact(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection
     with suppress(sqlite3.OperationalError):
         connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("BEGIN IMMEDIATE")
-    for statement in _SCHEMA if new else ():
+    for statement in (*(_SCHEMA if new else ()), *_SCHEMA_OF_CANARY):
         connection.execute(statement)
     work(connection)
     connection.execute("COMMIT")
@@ -345,6 +375,15 @@ def _select_counts(connection: sqlite3.Connection) -> tuple[int, Counter[str]]:
     return _count(_total(connection, "hits")), Counter({reason: _count(count) for reason, count in misses})
 
 
+def _select_canary(connection: sqlite3.Connection) -> CanaryReport:
+    # A file of an earlier version gets the table when it is next written to.
+    if not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'canary'").fetchone()[0]:
+        return CanaryReport()
+    row = connection.execute("SELECT checked, skipped, failed, tokens, agreeing_tokens FROM canary").fetchone()
+    sums = connection.execute("SELECT kl_sum, worst_kl FROM canary").fetchone()
+    return CanaryReport(*map(_count, row), *map(_finite, sums)) if row and sums else CanaryReport()
+
+
 def _select_clock(connection: sqlite3.Connection) -> float:
     return _finite(_total(connection, "clock"))
 
@@ -362,7 +401,7 @@ def _count(value: object) -> int:
 
 def _finite(value: object) -> float:
     if not isinstance(value, float) or not math.isfinite(value):
-        raise sqlite3.DatabaseError(f"a clock at {value!r}")
+        raise sqlite3.DatabaseError(f"a clock or a sum of {value!r}")
     return value
 
 

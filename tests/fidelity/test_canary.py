@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ragcache import RagCache
-from ragcache.fidelity.canary import WAITING, Canary, CanaryReport, _Drawn
+from ragcache.fidelity.canary import WAITING, Canary, _Drawn, _report_of
 from ragcache.fidelity.continuation import along
 from ragcache.fidelity.divergence import Divergence, divergence
 from ragcache.generate.engine import PreparedPrompt, PromptReport
@@ -20,6 +20,7 @@ from ragcache.model.forward import Segment, forward
 from ragcache.model.kv_cache import KVCache
 from ragcache.model.language_model import LanguageModel
 from ragcache.prompt.layout import Layout
+from ragcache.states.canary_report import CanaryReport
 from ragcache.stream import context_chunk
 from tests.conftest import make_document
 
@@ -72,6 +73,11 @@ def test_what_is_found_is_what_a_full_prefill_says(open_tiny: Callable[..., RagC
         given, expected = (along(model, it.cache, it.logits, tuple(token_ids)).logits for it in (prompt, plain))
         found = divergence(expected, given)
         report = cache.canary_report()
+        assert cache.stats().canary == report
+    # Those of all processes are kept with the store.
+    with open_tiny() as again:
+        assert again.canary_report() == CanaryReport()
+        assert again.stats().canary == report
     assert found.mean_kl > 1e-3
     assert (report.checked, report.tokens) == (1, len(token_ids))
     assert report.mean_kl == pytest.approx(found.mean_kl, rel=1e-3)
@@ -238,7 +244,7 @@ def test_it_may_be_closed_in_its_own_thread(model: LanguageModel) -> None:
 
 def test_sums() -> None:
     found = divergence(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.5, 0.0], [1.0, 0.0]]))
-    report = CanaryReport().with_answer(found).with_answer(found)
+    report = _report_of(found).plus(_report_of(found))
     assert (report.checked, report.tokens, report.agreement) == (2, 4, 0.5)
     assert report.mean_kl == pytest.approx(found.mean_kl)
     assert report.worst_kl == found.worst_kl

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.states import usage as module
+from ragcache.states.canary_report import CanaryReport
 from ragcache.states.eviction import Candidate, choose
 from ragcache.states.miss import MissReason
 from ragcache.states.usage import NEVER_USED, KeyUsage, Usage
@@ -484,3 +485,40 @@ def test_a_new_file_is_not_taken_for_the_damaged_one(path: Path, monkeypatch: py
     usage.record(["b"], 1, [])
     usage.flush()
     assert frequencies(Usage(path)) == {"a": 1, "b": 1}
+
+
+FINDING = CanaryReport(checked=1, tokens=8, agreeing_tokens=7, kl_sum=0.5, worst_kl=0.25)
+
+
+def test_findings_of_all_processes_add_up(path: Path) -> None:
+    usage = Usage(path)
+    assert usage.canary() == CanaryReport()
+    usage.record_canary(FINDING)
+    assert usage.canary() == FINDING
+    usage.flush()
+    other = Usage(path)
+    other.record_canary(CanaryReport(skipped=2, failed=1))
+    assert other.canary() == FINDING.plus(CanaryReport(skipped=2, failed=1))
+    other.flush()
+    assert usage.canary() == CanaryReport(1, 2, 1, 8, 7, 0.5, 0.25)
+    assert usage.canary().mean_kl == 0.5 / 8
+
+
+def test_a_file_of_an_earlier_version_gets_room_for_findings(path: Path) -> None:
+    usage = counted(path, ["a"])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DROP TABLE canary")
+    assert usage.canary() == CanaryReport()
+    usage.record_canary(FINDING)
+    usage.flush()
+    assert usage.canary() == FINDING
+    assert frequencies(usage) == {"a": 1}
+
+
+@pytest.mark.parametrize("value", ["'many'", "1e999"])
+def test_findings_that_make_no_sense_start_anew(path: Path, value: str, caplog: pytest.LogCaptureFixture) -> None:
+    usage = counted(path, ["a"])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE canary SET kl_sum = {value}")  # noqa: S608
+    assert usage.canary() == CanaryReport()
+    assert "start anew" in "".join(warnings(caplog))
