@@ -52,6 +52,9 @@ def evaluate(
     order: Annotated[str | None, typer.Option(help="Compare these orders, separated by commas.")] = None,
     repair: Annotated[str | None, typer.Option(help="Compare these ways of repair, separated by commas.")] = None,
     repair_ratio: Annotated[str | None, typer.Option(help="Compare these ratios, separated by commas.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="Compare these codecs, separated by commas, from a store with --codec raw.")
+    ] = None,
     top_k: TopK = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer that are compared.")] = 32,
     target_agreement: Annotated[
@@ -104,6 +107,7 @@ def evaluate(
             order=order,
             repair=repair,
             ratio=repair_ratio,
+            codec=codec,
         )
         if questions is not None:
             asked = sampled(read_questions(questions), sample, seed)

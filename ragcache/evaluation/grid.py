@@ -1,4 +1,4 @@
-"""The settings that are compared: encodings x order x repair x ratio."""
+"""The settings that are compared: encodings x order x repair x ratio x codec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from ragcache.errors import EvaluationError
-from ragcache.settings import EncodingName, Order, QueryOptions, Repair
+from ragcache.settings import CodecName, EncodingName, Order, QueryOptions, Repair
 
 RATIO = 0.15
 """Of the default grid, where none is given."""
@@ -28,6 +28,7 @@ class Setting(BaseModel):
     repair: Repair = "off"
     repair_ratio: float = Field(RATIO, ge=0.0, le=1.0)
     repair_ms: float | None = Field(None, gt=0)
+    codec: CodecName | None = Field(None, description="Of the states; as they are stored when there is none")
 
     @model_validator(mode="before")
     @classmethod
@@ -44,11 +45,12 @@ class Setting(BaseModel):
         """For people; no two settings of a grid have the same."""
         amount = f"{self.repair_ratio * 100:g}%" if self.repair_ms is None else f"{self.repair_ms:g} ms"
         repair = "no repair" if self.repair == "off" else f"{self.repair} {amount}"
-        return f"{'+'.join(self.encodings)}, {self.order}, {repair}"
+        codec = f", {self.codec}" if self.codec is not None else ""
+        return f"{'+'.join(self.encodings)}, {self.order}, {repair}{codec}"
 
     def query(self, max_tokens: int) -> QueryOptions:
         """As options of a query with a greedy answer of so many tokens."""
-        return QueryOptions(**self.model_dump(), max_tokens=max_tokens)
+        return QueryOptions(**self.model_dump(exclude={"codec"}), max_tokens=max_tokens)
 
 
 def distinct(settings: Iterable[Setting]) -> tuple[Setting, ...]:
@@ -64,13 +66,14 @@ class Axes:
     orders: Sequence[Order]
     repairs: Sequence[Repair]
     ratios: Sequence[float]
+    codecs: Sequence[CodecName | None] = (None,)
 
     def settings(self) -> tuple[Setting, ...]:
         """Their product, each setting once."""
         return distinct(
-            Setting(encodings=encodings, order=order, repair=repair, repair_ratio=ratio)
-            for encodings, order, repair, ratio in itertools.product(
-                self.encodings, self.orders, self.repairs, self.ratios
+            Setting(encodings=encodings, order=order, repair=repair, repair_ratio=ratio, codec=codec)
+            for encodings, order, repair, ratio, codec in itertools.product(
+                self.encodings, self.orders, self.repairs, self.ratios, self.codecs
             )
         )
 
@@ -112,6 +115,7 @@ def chosen_grid(
     order: str | None,
     repair: str | None,
     ratio: str | None,
+    codec: str | None,
 ) -> tuple[Setting, ...]:
     """The grid that a user asks for.
 
@@ -119,15 +123,15 @@ def chosen_grid(
         file: with a grid (`read_grid`).
         full: the large one, not the small one.
         current: the store's present setting; compared as well in the small and the large one.
-        encodings, order, repair, ratio: values along axes (`axes`).
+        encodings, order, repair, ratio, codec: values along axes (`axes`).
 
     Raises:
         EvaluationError: more than one of these is given, or one of them cannot be used.
     """
-    along = (encodings, order, repair, ratio)
+    along = (encodings, order, repair, ratio, codec)
     on_axes = any(it is not None for it in along)
     if (file is not None) + full + on_axes > 1:
-        raise EvaluationError("give --grid, or --full-grid, or values for --encodings, --order and --repair")
+        raise EvaluationError("give --grid, or --full-grid, or values for --encodings, --order, --repair and --codec")
     if file is not None:
         return read_grid(file)
     if on_axes:
@@ -135,7 +139,9 @@ def chosen_grid(
     return distinct((*(FULL_GRID if full else DEFAULT_GRID), current))
 
 
-def axes(encodings: str | None, order: str | None, repair: str | None, ratio: str | None) -> tuple[Setting, ...]:
+def axes(
+    encodings: str | None, order: str | None, repair: str | None, ratio: str | None, codec: str | None
+) -> tuple[Setting, ...]:
     """The grid of values given as texts.
 
     Args:
@@ -143,6 +149,7 @@ def axes(encodings: str | None, order: str | None, repair: str | None, ratio: st
         order: names with commas between them; `score` and `conditioned` when `None`.
         repair: names with commas between them; `off` and `query` when `None`.
         ratio: numbers with commas between them; 0.15 when `None`.
+        codec: names with commas between them; as the states are stored when `None`.
 
     Raises:
         EvaluationError: one of them cannot be used.
@@ -155,6 +162,7 @@ def axes(encodings: str | None, order: str | None, repair: str | None, ratio: st
         [_one_of("--order", Order, it) for it in _parts(order or "score,conditioned")],
         [_one_of("--repair", Repair, it) for it in _parts(repair or "off,query")],
         [_ratio(it) for it in _parts(ratio or str(RATIO))],
+        [_one_of("--codec", CodecName, it) for it in _parts(codec)] if codec else (None,),
     ).settings()
 
 
@@ -162,7 +170,7 @@ _READER = TypeAdapter(list[Setting])
 
 
 def read_grid(path: Path) -> tuple[Setting, ...]:
-    """Settings of a JSON file: a list of objects with `encodings`, `order`, `repair` and `repair_ratio` or `repair_ms`.
+    """Settings of a JSON file: a list of objects, each a `Setting`.
 
     Raises:
         EvaluationError: it cannot be read, or holds something else.

@@ -17,11 +17,15 @@ from ragcache.evaluation.recommend import recommend
 from ragcache.evaluation.report import html_report
 from ragcache.evaluation.result import Evaluation, circumstances, summaries
 from ragcache.evaluation.run import EvaluationProgress, possible, run
+from ragcache.evaluation.transcoding import in_codecs
 from ragcache.pipeline import RagCache
 from ragcache.states.durable import write_durably
 
 RESULT, REPORT, JOURNAL = "evaluation.json", "report.html", "records.jsonl"
 """Files of an evaluation."""
+
+CODECS = "codecs"
+"""Folder of states in other codecs than the store's, while an evaluation runs."""
 
 SHOWN = 80
 """Characters of a question that an error shows."""
@@ -81,12 +85,13 @@ def evaluate(
             remark(f"{journal.unreadable} lines of {journal.path} make no sense and are measured again")
         asked = [find_passages(cache, question, options.top_k) for question in questions]
         _check_room(cache, asked, options.max_tokens)
-        served, left_out = possible(settings, asked)
-        for reason, count in Counter(it.reason for it in left_out).items():
-            remark(f"left out: {count} {'setting' if count == 1 else 'settings'}: {reason}")
-        if not served:
-            raise EvaluationError(f"{cache.path} can serve none of the settings: {left_out[0].reason}")
-        records = run(Measurement(cache, options.max_tokens), asked, served, journal, progress)
+        with in_codecs(cache, asked, {it.codec for it in settings}, folder / CODECS) as passages:
+            served, left_out = possible(settings, passages)
+            for reason, count in Counter(it.reason for it in left_out).items():
+                remark(f"left out: {count} {'setting' if count == 1 else 'settings'}: {reason}")
+            if not served:
+                raise EvaluationError(f"{cache.path} can serve none of the settings: {left_out[0].reason}")
+            records = run(Measurement(cache, options.max_tokens), passages, served, journal, progress)
         found = summaries(asked, records, options.seed)
         recommendation = None
         if options.target is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ragcache.evaluation.grid import Setting
@@ -68,14 +68,17 @@ class Measurement:
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def records(self, asked: Asked, settings: Sequence[Setting]) -> Iterator[Record]:
+    def records(self, ways: Iterable[tuple[Asked, Setting]]) -> Iterator[Record]:
         """Measure a question with some settings, one after the other.
 
         Every order of the passages is a prompt of its own, so it has its own full prefill to be compared with, which
         is timed between the composed ones.
+
+        Args:
+            ways: settings, each with the question and the passages that it is measured on.
         """
         references: dict[tuple[int, ...], Reference] = {}
-        for setting in settings:
+        for asked, setting in ways:
             # Whatever comes for the first time reads from the disk; times are those of a warm server.
             self._give_back(self._composed(asked, setting)[1])
             clock = time.perf_counter()

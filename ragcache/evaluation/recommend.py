@@ -84,11 +84,11 @@ def apply(store: StateStore, setting: Setting) -> None:
         StoreLockedError: another process is writing to the store.
         StoreError: the file cannot be written.
     """
-    without: set[str] = set()
+    without = {"codec"} if setting.codec is None else set()
     if setting.repair == "off":
         # How much to repair stays for those who ask for it.
-        without = {"repair_ratio", "repair_ms"}
+        without |= {"repair_ratio", "repair_ms"}
     elif setting.repair_ms is not None:
-        without = {"repair_ratio"}
+        without |= {"repair_ratio"}
     with hold_lock(store.path):
         store.change_settings(setting.model_dump(mode="json", exclude=without))

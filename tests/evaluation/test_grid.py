@@ -12,11 +12,18 @@ from ragcache.errors import EvaluationError
 from ragcache.evaluation.grid import DEFAULT_GRID, FULL_GRID, PLAIN, Setting, axes, chosen_grid, read_grid, setting_of
 from ragcache.settings import QueryOptions
 
-NOT_GIVEN: dict[str, Any] = {"full": False, "encodings": None, "order": None, "repair": None, "ratio": None}
+NOT_GIVEN: dict[str, Any] = {
+    "full": False,
+    "encodings": None,
+    "order": None,
+    "repair": None,
+    "ratio": None,
+    "codec": None,
+}
 
 
 def test_a_product_has_each_setting_once() -> None:
-    found = axes("alone,alone+context", "score", "off,query", "0.1,0.2")
+    found = axes("alone,alone+context", "score", "off,query", "0.1,0.2", None)
     assert [it.label for it in found] == [
         "alone, score, no repair",
         "alone, score, query 10%",
@@ -25,6 +32,11 @@ def test_a_product_has_each_setting_once() -> None:
         "alone+context, score, query 10%",
         "alone+context, score, query 20%",
     ]
+
+
+def test_codecs_are_an_axis_too() -> None:
+    found = axes("alone", "score", "off", None, "raw,int4")
+    assert [it.label for it in found] == ["alone, score, no repair, raw", "alone, score, no repair, int4"]
 
 
 @pytest.mark.parametrize("grid", [DEFAULT_GRID, FULL_GRID])
@@ -83,7 +95,7 @@ def test_files(tmp_path: Path) -> None:
             "order of setting 1",
         ),
         ('[{"encodings": [], "order": "score"}]', "encodings of setting 0"),
-        ('[{"encodings": ["alone"], "order": "score", "codec": "int4"}]', "codec of setting 0"),
+        ('[{"encodings": ["alone"], "order": "score", "codec": "int3"}]', "codec of setting 0"),
         ("[]", "holds no settings"),
         ("{", "is no grid"),
     ],
@@ -97,9 +109,15 @@ def test_files_that_are_none(tmp_path: Path, content: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [("near", None, None, None), (None, "best", None, None), (None, None, "all", None), (None, None, None, "2")],
+    [
+        ("near", None, None, None, None),
+        (None, "best", None, None, None),
+        (None, None, "all", None, None),
+        (None, None, None, "2", None),
+        (None, None, None, None, "int3"),
+    ],
 )
-def test_values_that_are_none(values: tuple[str | None, str | None, str | None, str | None]) -> None:
+def test_values_that_are_none(values: tuple[str | None, str | None, str | None, str | None, str | None]) -> None:
     with pytest.raises(EvaluationError, match="has no"):
         axes(*values)
 

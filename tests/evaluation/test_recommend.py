@@ -74,6 +74,14 @@ def test_apply_puts_a_time_in_the_place_of_a_ratio_and_back(cache: RagCache) -> 
     assert tomllib.loads(path.read_text())["repair_ratio"] == 0.15
 
 
+def test_apply_of_a_codec_is_for_what_is_indexed_next(cache: RagCache) -> None:
+    apply(cache.store, PLAIN.model_copy(update={"codec": "int4"}))
+    path = cache.store.path / STORE_TOML
+    assert tomllib.loads(path.read_text())["codec"] == "int4"
+    apply(cache.store, PLAIN)
+    assert tomllib.loads(path.read_text())["codec"] == "int4"
+
+
 def test_apply_makes_nothing_else_of_the_environment_last(cache: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache.store.path / STORE_TOML
     before = tomllib.loads(path.read_text())

@@ -55,7 +55,7 @@ def next_logits(model: LanguageModel, token_ids: list[int]) -> torch.Tensor:
 
 def test_figures_are_those_of_plain_prefills_one_token_at_a_time(cache: RagCache) -> None:
     asked = find_passages(cache, QUESTIONS[0], top_k=3)
-    other, record = Measurement(cache, max_tokens=4).records(asked, [SCORE_LAST, PLAIN])
+    other, record = Measurement(cache, max_tokens=4).records([(asked, SCORE_LAST), (asked, PLAIN)])
     # Another order is another prompt, with another full prefill.
     assert other.chunk_ids != record.chunk_ids
     assert sorted(other.chunk_ids) == sorted(record.chunk_ids)
@@ -84,7 +84,7 @@ def test_figures_are_those_of_plain_prefills_one_token_at_a_time(cache: RagCache
 
 def test_the_setting_s_own_answer_is_the_one_that_users_get(cache: RagCache) -> None:
     asked = find_passages(cache, QUESTIONS[0], top_k=3)
-    [record] = Measurement(cache, max_tokens=6).records(asked, [PLAIN])
+    [record] = Measurement(cache, max_tokens=6).records([(asked, PLAIN)])
     assert record.answer == cache.query(QUESTIONS[0].text, top_k=3, max_tokens=6).answer.strip()
     full = cache.query(QUESTIONS[0].text, top_k=3, max_tokens=6, reuse="none")
     assert record.full_answer == full.answer.strip()
@@ -93,7 +93,7 @@ def test_the_setting_s_own_answer_is_the_one_that_users_get(cache: RagCache) -> 
 def test_what_is_exact_does_not_diverge(cache: RagCache) -> None:
     # A single chunk, raw and encoded after the prefix, is what the full prefill computes.
     asked = find_passages(cache, QUESTIONS[0], top_k=1)
-    [record] = Measurement(cache, max_tokens=6).records(asked, [PLAIN])
+    [record] = Measurement(cache, max_tokens=6).records([(asked, PLAIN)])
     assert record.divergence.worst_kl < 1e-6
     assert record.divergence.agreement == 1
     assert record.answer == record.full_answer
@@ -101,7 +101,7 @@ def test_what_is_exact_does_not_diverge(cache: RagCache) -> None:
 
 def test_no_use_is_counted(cache: RagCache) -> None:
     before = cache.store.usage.counts()
-    list(Measurement(cache, max_tokens=2).records(find_passages(cache, QUESTIONS[0], 3), [PLAIN]))
+    list(Measurement(cache, max_tokens=2).records([(find_passages(cache, QUESTIONS[0], 3), PLAIN)]))
     assert cache.store.usage.counts() == before
 
 
@@ -113,7 +113,7 @@ def test_a_question_s_documents_take_the_place_of_retrieval(cache: RagCache) -> 
         f"doc-2#{ordinal}" for ordinal in range(sum(it.document_id == "doc-2" for it in asked.chunks))
     ]
     assert asked.retrieve_ms == 0
-    [record] = Measurement(cache, max_tokens=2).records(asked, [PLAIN])
+    [record] = Measurement(cache, max_tokens=2).records([(asked, PLAIN)])
     assert record.chunk_ids == tuple(it.chunk_id for it in asked.chunks)
     with pytest.raises(EvaluationError, match="no document 'doc-9'"):
         find_passages(cache, Question("What?", documents=("doc-9",)), top_k=1)

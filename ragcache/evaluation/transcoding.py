@@ -1,0 +1,140 @@
+"""Stored states in other codecs, so that codecs can be compared without encoding documents again.
+
+From states that decode exactly the same bytes come out as indexing with the other codec would have written. They go
+into a shard of their own, which is read like any other, so times are those of the codec, too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ragcache.evaluation.passages import Asked
+from ragcache.pipeline import RagCache
+from ragcache.settings import CodecName
+from ragcache.states.form import StateFormat
+from ragcache.states.miss import UnusableStatesError
+from ragcache.states.reading import read_states
+from ragcache.states.records import Encoding, StoredStates
+from ragcache.states.shard import Container, ShardEntry, ShardOrigin, ShardWriter
+from ragcache.stream import ContextChunk
+
+
+class UntranscodableError(Exception):
+    """States do not decode exactly: what another codec would have made of them is not known."""
+
+
+@contextmanager
+def in_codecs(
+    cache: RagCache, asked: Sequence[Asked], codecs: Iterable[CodecName | None], folder: Path
+) -> Iterator[dict[CodecName | None, Sequence[Asked]]]:
+    """Passages with states in several codecs, for as long as the context lasts.
+
+    Args:
+        cache: the store that they come from.
+        asked: questions with their passages.
+        codecs: that are wanted; those that the stored states cannot be brought into are left out.
+        folder: for shards; nobody else uses it, and what is in it goes.
+
+    Yields:
+        For each codec the questions; those of `None` as they were given.
+    """
+    found: dict[CodecName | None, Sequence[Asked]] = {None: asked}
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        for codec in codecs:
+            if codec is not None:
+                folder.mkdir(exist_ok=True)
+                with suppress(UntranscodableError):
+                    found[codec] = transcoded(cache, asked, codec, folder)
+        yield found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def transcoded(cache: RagCache, asked: Sequence[Asked], codec: CodecName, folder: Path) -> list[Asked]:
+    """The same passages with their states in another codec.
+
+    Args:
+        cache: the store that they come from.
+        asked: questions with their passages.
+        codec: of the states wanted.
+        folder: for shards; whoever made it takes it away when the passages are done with.
+
+    Returns:
+        The same questions. States that cannot be read are left as they are, and so is the reason of their miss.
+
+    Raises:
+        UntranscodableError: see there.
+    """
+    stored = {
+        it.states.key: _Stored(chunk, it, it.states)
+        for question in asked
+        for chunk in question.chunks
+        for it in chunk.encodings
+        if it.states is not None
+    }
+    by_format: dict[str, list[_Stored]] = {}
+    for it in stored.values():
+        by_format.setdefault(it.states.format, []).append(it)
+    identity = cache.store.identity()
+    # The shard belongs to no store: whoever opens one would take it for an orphan.
+    origin = ShardOrigin("", identity.fingerprint, identity.digest, identity.prefix)
+    found: dict[str, StoredStates] = {}
+    for text, rows in by_format.items():
+        found |= _write(rows, StateFormat.from_json(text), codec, folder, origin)
+    return [replace(it, chunks=tuple(_with(chunk, found) for chunk in it.chunks)) for it in asked]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """States of a passage."""
+
+    chunk: ContextChunk
+    encoding: Encoding
+    states: StoredStates
+
+
+def _write(
+    rows: Sequence[_Stored], format: StateFormat, codec: CodecName, folder: Path, origin: ShardOrigin
+) -> dict[str, StoredStates]:
+    """Put states of one format into a shard of another codec; where they are there, by key."""
+    wanted = replace(format, layers=tuple(replace(layer, codec=codec) for layer in format.layers))
+    if wanted == format:
+        return {}
+    if not format.exact:
+        raise UntranscodableError
+    writer = ShardWriter(folder, 0, wanted, Container.ARROW, origin)
+    try:
+        for row in rows:
+            with suppress(UnusableStatesError):
+                writer.add(_entry(row, format, wanted))
+        shard = writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+    return {it.key: StoredStates(it.key, shard.path, shard.format, it.ranges, it.context_ids) for it in shard.states}
+
+
+def _entry(row: _Stored, format: StateFormat, wanted: StateFormat) -> ShardEntry:
+    chunk, encoding = row.chunk, row.encoding
+    read = read_states(row.states, encoding.context, chunk.token_ids)
+    layers = {}
+    for layer, data in read.layers.items():
+        shape = len(format.layers[layer].form.parts), len(chunk.token_ids), format.layers[layer].width
+        states = torch.empty(shape, dtype=getattr(torch, format.dtype))
+        format.decode(layer, data, states)
+        layers[layer] = wanted.encode(layer, states)
+    return ShardEntry(encoding.key, chunk.token_ids, layers, encoding.name, read.context_ids)
+
+
+def _with(chunk: ContextChunk, found: Mapping[str, StoredStates]) -> ContextChunk:
+    encodings = (
+        it if it.states is None else replace(it, states=found.get(it.states.key, it.states)) for it in chunk.encodings
+    )
+    return replace(chunk, encodings=tuple(encodings))
