@@ -277,6 +277,19 @@ def test_open_loads_by_settings(tiny_folder: Callable[[str], Path], tmp_path: Pa
     assert again.query("ships").answer == cache.query("ships").answer
 
 
+def test_by_default_chunks_are_encoded_twice_and_the_first_is_exact(
+    tiny_model: Callable[[str], LanguageModel], embedder: Embedder, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    settings = load_settings(model=model.name, dtype="float32", chunk_tokens=64, max_tokens=4)
+    cache = RagCache(tmp_path / "store", settings, model, embedder)
+    report = cache.index([make_document(number) for number in range(3)])
+    assert report.in_context == report.chunks > 3
+    answer = cache.query("Which ships passed?", top_k=3)
+    assert [source.encoding for source in answer.sources] == ["alone", "context", "context"]
+    assert (answer.order, answer.misses, answer.tokens.repaired) == ("conditioned", [], 0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
