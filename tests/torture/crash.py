@@ -24,11 +24,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from tests.torture.examination import QUESTIONS, Examination, Expected, Findings, Reference, refer
+from tests.torture.examination import QUESTIONS, Examination, Findings, Reference, refer
+from tests.torture.oracle import Expected
 from tests.torture.points import Kind, Point, Points, instrument
 from tests.torture.scenarios import SCENARIOS, Scenario, all_documents
 from tests.torture.workshop import ForkError, Workshop, in_a_fork
@@ -48,16 +49,16 @@ class Bench:
         scenario: what is done.
         workshop: models.
         folder: for stores; `before` holds the one that is copied for each point.
+        expected: logits computed so far, for whatever scenario.
         points: that the job passes.
-        expected: logits computed so far.
     """
 
     name: str
     scenario: Scenario
     workshop: Workshop
     folder: Path
+    expected: Expected
     points: list[Point] = field(init=False)
-    expected: Expected = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         original = self.folder / "before"
@@ -112,7 +113,7 @@ class Bench:
             return findings
 
         findings = _unless_killed(in_a_fork(examine))
-        self.expected |= findings.expected
+        self.expected.update(findings.expected)
         return findings.failures
 
     def _copy(self, name: str, original: Path | None = None) -> Path:
@@ -176,13 +177,14 @@ def main() -> int:
     workshop.warm_up(all_documents(), QUESTIONS)
     candidates: Counter[Kind] = Counter()
     killed: Counter[Kind] = Counter()
+    expected: Expected = {}
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         benches = {}
         for name, scenario in SCENARIOS.items():
             if only in ("", name):
                 (place := Path(folder, name)).mkdir()
-                benches[name] = Bench(name, scenario, workshop, place)
+                benches[name] = Bench(name, scenario, replace(workshop, given=scenario.settings), place, expected)
         sizes = {name: len(bench.points) for name, bench in benches.items()}
         shares = share_out(sizes, arguments.points)
         for name, bench in benches.items():

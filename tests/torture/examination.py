@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ragcache import RagCache
 from ragcache.errors import RagCacheError, StoreError, VectorsError
@@ -19,10 +18,12 @@ from ragcache.states.durable import TEMPORARY_PREFIX, file_checksum
 from ragcache.states.inventory import Inventory
 from ragcache.states.journal import journal_files
 from ragcache.states.miss import MissReason
-from ragcache.states.records import ChunkRecord, DocumentRecord, Encoding
+from ragcache.states.records import ChunkRecord, DocumentRecord
 from ragcache.states.store import SHARDS, StateStore
 from ragcache.states.verify import Fault, Part
 from ragcache.stream import context_chunk
+from tests.torture.encodings import EncodingCheck, passage_of
+from tests.torture.oracle import Expected, Oracle
 from tests.torture.scenarios import Scenario
 from tests.torture.workshop import Workshop
 
@@ -33,8 +34,6 @@ QUESTIONS = (
 )
 TOP_K = 4
 SCORE_TOLERANCE = 1e-4
-LOGITS_TOLERANCE = 1e-3
-"""Restored and recomputed states differ by rounding; other states or other tokens differ by 1 and more."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Chunk:
     title: str
     text: str
     token_ids: tuple[int, ...]
+    content: str
     metadata: str
 
 
@@ -57,9 +57,6 @@ _GIVEN_UP = (MissReason.EVICTED, MissReason.NOT_STORED)
 
 FaultName = tuple[str, str, str]
 
-Expected = dict[tuple[str, tuple[tuple[int, ...], ...]], Tensor]
-"""Logits after a prompt, by the question and the token ids of its chunks."""
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -68,10 +65,17 @@ class Reference:
     Attributes:
         content: of the store; empty when there is none.
         faults: that `verify` finds.
+        recipe: how contexts were chosen.
     """
 
     content: Content
     faults: frozenset[FaultName]
+    recipe: str | None
+
+    @property
+    def contents(self) -> set[str]:
+        """What its chunks say."""
+        return {chunk.content for _, chunks in self.content.values() for chunk in chunks}
 
 
 @dataclass
@@ -90,14 +94,14 @@ class Findings:
 def refer(workshop: Workshop, path: Path) -> Reference:
     """Note what a store holds."""
     if not StateStore.exists(path):
-        return Reference({}, frozenset())
+        return Reference({}, frozenset(), None)
     store = StateStore.open(path)
     faults = set(map(_name, verify_store(store).faults))
     # As long as damaged states are in use they are reported instead of their shard.
     for shard in Inventory(store.catalog).shards():
         if file_checksum(shard.path) != shard.checksum:
             faults.add((str(Part.SHARD), shard.path.name, "checksum"))
-    return Reference(_content(store.catalog), frozenset(faults))
+    return Reference(_content(store.catalog), frozenset(faults), store.catalog.recipe())
 
 
 @dataclass
@@ -137,6 +141,7 @@ class Examination:
             )
             for fault in sorted(faults - self.before.faults):
                 self._fail(f"verify reports {fault}")
+            self._check_encodings(cache, self.before.contents)
             self._check_answers(cache, faults)
             self._check_given_up(cache)
         except RagCacheError as error:
@@ -155,6 +160,7 @@ class Examination:
             self._check_content(_content(cache.store.catalog))
             if faults := verify_store(cache.store).faults:
                 self._fail(f"after a rebuild verify reports {_name(faults[0])}")
+            self._check_encodings(cache, self.before.contents)
             self._check_answers(cache, frozenset())
         except RagCacheError as error:
             self._fail(f"after a rebuild: {type(error).__name__}: {error}")
@@ -168,6 +174,9 @@ class Examination:
                 self._fail(f"done again, the content differs in {sorted(_differences(content, self.after.content))}")
             for fault in verify_store(cache.store).faults:
                 self._fail(f"done again, verify reports {_name(fault)}")
+            if (recipe := cache.store.catalog.recipe()) != self.after.recipe:
+                self._fail(f"done again, the recipe is {recipe!r}, not {self.after.recipe!r}")
+            self._check_encodings(cache, frozenset(), complete=True)
             self._check_answers(cache, frozenset())
             self._check_leftovers(cache)
         except RagCacheError as error:
@@ -178,6 +187,15 @@ class Examination:
         for id in {*before, *after, *content}:
             if content.get(id) not in (before.get(id), after.get(id)):
                 self._fail(f"document {id} is neither as before nor as after")
+
+    def _check_encodings(self, cache: RagCache, gone: Collection[str], *, complete: bool = False) -> None:
+        if self.scenario.settings:
+            check = EncodingCheck(cache, self._oracle(cache), gone)
+            self.findings.failures += check.faults()
+            self.findings.failures += check.lacking() if complete else []
+
+    def _oracle(self, cache: RagCache) -> Oracle:
+        return Oracle(self.workshop.model, cache.template.prefix, self.findings.expected)
 
     def _check_answers(self, cache: RagCache, faults: frozenset[FaultName]) -> None:
         chunks = [chunk for batch in cache.store.catalog.all_chunks() for chunk in batch]
@@ -209,17 +227,15 @@ class Examination:
     def _check_answer(
         self, cache: RagCache, question: str, hits: list[RetrievedChunk], faults: frozenset[FaultName]
     ) -> None:
-        """The prompt's logits are those of the chunks' texts alone, whatever is stored."""
+        """The prompt's logits are those after states that the model computes anew, whatever is stored."""
         given = [context_chunk(hit) for hit in hits]
         layout = cache.lay_out(question, given, max_tokens=4)
-        prompt = cache.engine.prepare(layout, [given[index] for index in layout.kept], "composed")
-        key = (question, tuple(chunk.token_ids for chunk in given))
-        if key not in self.findings.expected:
-            bare = [_Bare(chunk.chunk_id) for chunk in given]
-            self.findings.expected[key] = cache.engine.prepare(layout, bare, "composed").logits
-        difference = float((prompt.logits - self.findings.expected[key]).abs().max())
-        if not difference < LOGITS_TOLERANCE:
-            self._fail(f"the answer to {question} differs: logits by {difference}")
+        kept = [given[index] for index in layout.kept]
+        prompt = cache.engine.prepare(layout, kept, "composed")
+        named = zip(kept, layout.encodings, strict=True)
+        passages = [passage_of(cache.store.catalog, chunk, name) for chunk, name in named]
+        if fault := self._oracle(cache).contradicts(prompt.logits, passages, layout.question):
+            self._fail(f"the answer to {question} differs: {fault}")
         damaged = {name for part, name, _ in faults if part == Part.CHUNK}
         for miss in prompt.report.misses:
             given_up = self.scenario.evicts and miss.reason in _GIVEN_UP
@@ -257,14 +273,6 @@ class Examination:
         self.findings.failures.append(line)
 
 
-@dataclass(frozen=True)
-class _Bare:
-    """A chunk without states: its KV are computed."""
-
-    chunk_id: str
-    encodings: tuple[Encoding, ...] = ()
-
-
 def _content(catalog: Catalog) -> Content:
     content: Content = {}
     for document, chunks in Inventory(catalog).documents():
@@ -274,7 +282,8 @@ def _content(catalog: Catalog) -> Content:
 
 
 def _chunk(chunk: ChunkRecord) -> Chunk:
-    return Chunk(chunk.chunk_id, chunk.ordinal, chunk.title, chunk.text, chunk.token_ids, repr(chunk.metadata))
+    said = (chunk.title, chunk.text, chunk.token_ids, chunk.content)
+    return Chunk(chunk.chunk_id, chunk.ordinal, *said, repr(chunk.metadata))
 
 
 def _name(fault: Fault) -> FaultName:

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     WRITE = "write"
     FSYNC = "fsync"
     RENAME = "rename"
+    LINK = "link"
     UNLINK = "unlink"
     MKDIR = "mkdir"
     LOCK = "lock"
@@ -70,6 +71,7 @@ class Unsynced:
     def __init__(self) -> None:
         self._written: set[Path] = set()
         self._renamed: list[tuple[Path, Path]] = []
+        self._linked: list[Path] = []
 
     def wrote(self, file: Path) -> None:
         """Content was added to a file."""
@@ -83,9 +85,14 @@ class Unsynced:
         if not replaced:
             self._renamed.append((old, new))
 
+    def linked(self, new: Path) -> None:
+        """A file has one more name."""
+        self._linked.append(new)
+
     def synced(self, path: Path) -> None:
         """A file or folder is durable."""
         self._written.discard(path)
+        self._linked = [new for new in self._linked if new.parent != path]
         self._renamed = [(old, new) for old, new in self._renamed if new.parent != path]
 
     def lose(self) -> None:
@@ -93,6 +100,8 @@ class Unsynced:
         for file in self._written:
             if file.exists():
                 os.truncate(file, file.stat().st_size // 2)
+        for name in self._linked:
+            name.unlink(missing_ok=True)
         for old, new in reversed(self._renamed):
             if new.exists():
                 _rename(new, old)
@@ -155,6 +164,7 @@ def instrument(points: Points) -> None:
         _replace(os, name, _watched(points, kind, getattr(os, name)))
     for name in ("rename", "replace"):
         _replace(os, name, _watched_rename(points, getattr(os, name)))
+    _replace(os, "link", _watched_link(points, os.link))
     _replace(os, "fsync", _watched_fsync(points))
     _replace(DurableFile, "write", _watched_write(points))
     _replace(ragcache.states.store, "FileLock", _watched_lock(points))
@@ -186,6 +196,15 @@ def _watched_rename(points: Points, function: Callable[..., Any]) -> Callable[..
             points.unsynced.renamed(Path(old), Path(new), replaced=replaced)
 
     return rename
+
+
+def _watched_link(points: Points, function: Callable[..., Any]) -> Callable[..., Any]:
+    def link(old: Any, new: Any) -> None:
+        with points.around(Kind.LINK, _name(new)):
+            function(old, new)
+            points.unsynced.linked(Path(new))
+
+    return link
 
 
 def _watched_fsync(points: Points) -> Callable[[int], None]:

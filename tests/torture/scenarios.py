@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ragcache import Document, RagCache
 from ragcache.errors import DocumentNotFoundError
@@ -25,6 +26,15 @@ SHARD_BYTES = 250_000
 BUDGET_BYTES = 900_000
 """About half of what the documents take."""
 
+IN_CONTEXT: dict[str, Any] = {
+    "encodings": ("alone", "context"),
+    "contexts": 3,
+    # Of about one chunk, so that most contexts lose a member when documents change, and some keep all of theirs.
+    "context_tokens": 48,
+    # Room for the chunks of a document to slide along in one block.
+    "batch_tokens": 256,
+}
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -35,12 +45,14 @@ class Scenario:
         job: what is killed, and later done again.
         evicts: states may be given up in between.
         rebuilds: there may be no catalog in between.
+        settings: of the store, besides those that all have.
     """
 
     prepare: Work
     job: Work
     evicts: bool = False
     rebuilds: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _documents(*numbers: int) -> list[Document]:
@@ -94,6 +106,10 @@ def _create(workshop: Workshop, path: Path) -> None:
 def _index_changes(workshop: Workshop, path: Path) -> None:
     """Texts, titles and metadata change, documents come and go; the twin keeps the states of what changes."""
     _index(workshop, path, [*_documents(0, 4, 5, 8, 9, 10), *_changed(), _twin()])
+
+
+def _index_in_one_context(workshop: Workshop, path: Path) -> None:
+    _index_eight(replace(workshop, given={**workshop.given, "contexts": 1}), path)
 
 
 def _delete(workshop: Workshop, path: Path) -> None:
@@ -180,4 +196,7 @@ SCENARIOS = {
     "repair": Scenario(_damage, _repair),
     "vectors": Scenario(_damage_vectors, _repair),
     "rebuild": Scenario(_leave_log, _rebuild, rebuilds=True),
+    "create in context": Scenario(_nothing, _create, settings=IN_CONTEXT),
+    "index in context": Scenario(_index_eight, _index_changes, settings=IN_CONTEXT),
+    "recipe": Scenario(_index_in_one_context, _index_eight, settings=IN_CONTEXT | {"contexts": 2}),
 }

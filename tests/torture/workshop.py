@@ -9,9 +9,9 @@ import pickle
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -71,10 +71,12 @@ class Workshop:
     Attributes:
         model: a tiny random Llama.
         embedder: the default one.
+        given: settings of stores, besides or instead of those that all have.
     """
 
     model: LanguageModel
     embedder: Embedder
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls) -> Workshop:
@@ -103,10 +105,10 @@ class Workshop:
         gc.freeze()
 
     def settings(self, path: Path) -> Settings:
-        """Settings of a store of small chunks and raw states of one encoding, best chunk first."""
+        """Settings of a store of small chunks and raw states, best chunk first; of one encoding unless given."""
         given: dict[str, Any] = {"model": "tiny", "dtype": "float32", "codec": "raw", "chunk_tokens": 64}
-        given |= {"encodings": ("alone",), "order": "score"}
-        return load_settings(path, **given, batch_tokens=128, free_megabytes=0, max_tokens=4)
+        given |= {"encodings": ("alone",), "order": "score", "batch_tokens": 128, "free_megabytes": 0, "max_tokens": 4}
+        return load_settings(path, **given | dict(self.given))
 
     def open(self, path: Path) -> RagCache:
         """Open a store, or prepare to make one."""
