@@ -24,9 +24,6 @@ from ragcache.states.durable import write_durably
 RESULT, REPORT, JOURNAL = "evaluation.json", "report.html", "records.jsonl"
 """Files of an evaluation."""
 
-CODECS = "codecs"
-"""Folder of states in other codecs than the store's, while an evaluation runs."""
-
 SHOWN = 80
 """Characters of a question that an error shows."""
 
@@ -85,7 +82,7 @@ def evaluate(
             remark(f"{journal.unreadable} lines of {journal.path} make no sense and are measured again")
         asked = [find_passages(cache, question, options.top_k) for question in questions]
         _check_room(cache, asked, options.max_tokens)
-        with in_codecs(cache, asked, {it.codec for it in settings}, folder / CODECS) as passages:
+        with in_codecs(cache, asked, {it.codec for it in settings}, folder) as passages:
             served, left_out = possible(settings, passages)
             for reason, count in Counter(it.reason for it in left_out).items():
                 remark(f"left out: {count} {'setting' if count == 1 else 'settings'}: {reason}")

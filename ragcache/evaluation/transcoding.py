@@ -7,6 +7,7 @@ into a shard of their own, which is read like any other, so times are those of t
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ragcache.errors import EvaluationError
 from ragcache.evaluation.passages import Asked
 from ragcache.pipeline import RagCache
 from ragcache.settings import CodecName
@@ -23,6 +25,9 @@ from ragcache.states.reading import read_states
 from ragcache.states.records import Encoding, StoredStates
 from ragcache.states.shard import Container, ShardEntry, ShardOrigin, ShardWriter
 from ragcache.stream import ContextChunk
+
+PREFIX = ".transcoded-"
+"""Of the names of folders of shards: nobody else has such."""
 
 
 class UntranscodableError(Exception):
@@ -39,22 +44,23 @@ def in_codecs(
         cache: the store that they come from.
         asked: questions with their passages.
         codecs: that are wanted; those that the stored states cannot be brought into are left out.
-        folder: for shards; nobody else uses it, and what is in it goes.
+        folder: for a folder of shards, taken away in the end; one that a run has left there that was killed goes, too.
 
     Yields:
         For each codec the questions; those of `None` as they were given.
+
+    Raises:
+        EvaluationError: the folder cannot be written to.
     """
     found: dict[CodecName | None, Sequence[Asked]] = {None: asked}
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
+    for left in folder.glob(f"{PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as shards:
         for codec in codecs:
             if codec is not None:
-                folder.mkdir(exist_ok=True)
-                with suppress(UntranscodableError):
-                    found[codec] = transcoded(cache, asked, codec, folder)
+                with suppress(UntranscodableError), _as_evaluation_error(folder):
+                    found[codec] = transcoded(cache, asked, codec, Path(shards))
         yield found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def transcoded(cache: RagCache, asked: Sequence[Asked], codec: CodecName, folder: Path) -> list[Asked]:
@@ -89,6 +95,14 @@ def transcoded(cache: RagCache, asked: Sequence[Asked], codec: CodecName, folder
     for text, rows in by_format.items():
         found |= _write(rows, StateFormat.from_json(text), codec, folder, origin)
     return [replace(it, chunks=tuple(_with(chunk, found) for chunk in it.chunks)) for it in asked]
+
+
+@contextmanager
+def _as_evaluation_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EvaluationError(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,20 +11,23 @@ import pytest
 import torch
 
 from ragcache import RagCache
+from ragcache.errors import EvaluationError
 from ragcache.evaluation.grid import PLAIN, Setting
-from ragcache.evaluation.job import CODECS, EvaluationOptions, evaluate
+from ragcache.evaluation.job import JOURNAL, REPORT, RESULT, EvaluationOptions, evaluate
 from ragcache.evaluation.measure import Measurement
 from ragcache.evaluation.passages import Asked, find_passages
 from ragcache.evaluation.questions import Question
-from ragcache.evaluation.transcoding import UntranscodableError, transcoded
+from ragcache.evaluation.transcoding import PREFIX, UntranscodableError, transcoded
 from ragcache.settings import CodecName
 from ragcache.states.reading import read_states
+from ragcache.states.shard import ShardWriter
 from tests.conftest import make_document
 from tests.evaluation.test_run import Counting
 
 OpenTiny = Callable[..., RagCache]
 BOTH = ("alone", "context")
 QUESTION = Question("Which ships passed?")
+FILES = (JOURNAL, REPORT, RESULT)
 CODECS_THAT_LOSE: list[CodecName] = ["int8", "int4", "bf16"]
 
 
@@ -108,8 +112,8 @@ def test_states_that_cannot_be_read_stay_a_miss(raw: RagCache, asked: Asked, tmp
 
 def test_an_evaluation_of_codecs(raw: RagCache, tmp_path: Path) -> None:
     out, settings = tmp_path / "out", [PLAIN, *(with_codec(PLAIN, codec) for codec in CODECS_THAT_LOSE)]
-    (out / CODECS).mkdir(parents=True)
-    (out / CODECS / "of-a-run-that-was-killed").touch()
+    (out / f"{PREFIX}of-a-run-that-was-killed" / "shard").mkdir(parents=True)
+    (out / "codecs" / "mine").mkdir(parents=True)
     options = EvaluationOptions(max_tokens=4, top_k=3)
     found = evaluate(raw, [QUESTION], settings, out, options, Counting())
     assert [it.setting.label for it in found.summaries] == [
@@ -117,12 +121,22 @@ def test_an_evaluation_of_codecs(raw: RagCache, tmp_path: Path) -> None:
         *(f"alone, score, no repair, {codec}" for codec in CODECS_THAT_LOSE),
     ]
     assert len({it.kl.mean for it in found.summaries}) == 4
-    assert not (out / CODECS).exists()
+    assert {it.name for it in out.iterdir()} == {"codecs", *FILES}
     # A second run finds it all measured.
     progress = Counting()
     again = evaluate(raw, [QUESTION], settings, out, options, progress)
     assert (progress.started, again.summaries) == (0, found.summaries)
     assert [it["setting"]["codec"] for it in json.loads(found.to_json())["settings"]] == [None, *CODECS_THAT_LOSE]
+
+
+def test_a_full_disk_is_an_error_with_a_name(raw: RagCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "add", full)
+    with pytest.raises(EvaluationError, match="cannot write to .*No space left"):
+        evaluate(raw, [QUESTION], [with_codec(PLAIN, "int8")], tmp_path, EvaluationOptions(2, 3), Counting())
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
 def test_an_evaluation_that_cannot_compare_codecs_says_so(open_tiny: OpenTiny, tmp_path: Path) -> None:
