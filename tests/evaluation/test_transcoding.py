@@ -134,7 +134,7 @@ def test_a_full_disk_is_an_error_with_a_name(raw: RagCache, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ShardWriter, "add", full)
-    with pytest.raises(EvaluationError, match="cannot write to .*No space left"):
+    with pytest.raises(EvaluationError, match=r"cannot write to .*No space left"):
         evaluate(raw, [QUESTION], [with_codec(PLAIN, "int8")], tmp_path, EvaluationOptions(2, 3), Counting())
     assert not list(tmp_path.glob(f"{PREFIX}*"))
 
