@@ -174,9 +174,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     encode = StateEncoder.encode
 
-    def noted(self: StateEncoder, blocks: Sequence[Block[P]]) -> list[dict[int, Tensor]]:
+    def noted(self: StateEncoder, blocks: Sequence[Block[P]], *limit: int) -> list[dict[int, Tensor]]:
         seen.extend(chunk.token_ids for block in blocks for chunk in block.chunks)
-        return encode(self, blocks)
+        return encode(self, blocks, *limit)
 
     monkeypatch.setattr(StateEncoder, "encode", noted)
     return seen

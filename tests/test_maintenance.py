@@ -210,9 +210,9 @@ class TestVerify:
         encoded: list[int] = []
         encode = StateEncoder.encode
 
-        def counted(self: StateEncoder, blocks: Any) -> Any:
+        def counted(self: StateEncoder, blocks: Any, *limit: int) -> Any:
             encoded.append(len(blocks))
-            return encode(self, blocks)
+            return encode(self, blocks, *limit)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StateEncoder, "encode", counted)

@@ -293,10 +293,10 @@ def test_a_first_run_that_fails_takes_away_only_what_it_made(
     (folder / "store.toml").write_text("top_k = 9\n")
     cache = open_tiny(folder)
 
-    def interrupted(chunks: object) -> None:
+    def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ragcache.indexer.encoder.StateEncoder.encode", lambda self, chunks: interrupted(chunks))
+    monkeypatch.setattr("ragcache.indexer.encoder.StateEncoder.encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.index(DOCUMENTS)
     assert [file.name for file in folder.iterdir()] == ["store.toml"]

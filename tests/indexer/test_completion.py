@@ -248,12 +248,12 @@ def test_an_interrupted_run_is_gone_on_with(open_tiny: OpenTiny, monkeypatch: py
     cache = open_tiny(**ONLY, context_tokens=60, batch_tokens=300, shard_megabytes=1)
     left, encode = passes, StateEncoder.encode
 
-    def interrupted(self: StateEncoder, blocks: list[Block[ChunkRecord]]) -> object:
+    def interrupted(self: StateEncoder, blocks: list[Block[ChunkRecord]], *limit: int) -> object:
         nonlocal left
         if left == 0:
             raise KeyboardInterrupt
         left -= 1
-        return encode(self, blocks)
+        return encode(self, blocks, *limit)
 
     monkeypatch.setattr(StateEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -277,12 +277,12 @@ def test_a_change_of_recipe_that_was_interrupted_is_undone_by_going_back(
     before = in_context(cache)
     left, encode = 25, StateEncoder.encode
 
-    def interrupted(self: StateEncoder, blocks: list[Block[ChunkRecord]]) -> object:
+    def interrupted(self: StateEncoder, blocks: list[Block[ChunkRecord]], *limit: int) -> object:
         nonlocal left
         if left == 0:
             raise KeyboardInterrupt
         left -= 1
-        return encode(self, blocks)
+        return encode(self, blocks, *limit)
 
     monkeypatch.setattr(StateEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -281,9 +281,9 @@ model, store = sys.argv[1:]
 cache = RagCache.open(store, model=model, dtype="float32", chunk_tokens=64, shard_megabytes=1, batch_tokens=64)
 encode = StateEncoder.encode
 
-def announced(self, chunks):
+def announced(self, *arguments):
     print("encoding", flush=True)
-    return encode(self, chunks)
+    return encode(self, *arguments)
 
 StateEncoder.encode = announced
 cache.index([make_document(number) for number in range(100, 400)])
@@ -320,7 +320,7 @@ def test_kill_9(open_tiny: OpenTiny, tiny_folder: Callable[[str], Path], tmp_pat
 def test_interrupting_is_safe(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_tiny()
 
-    def interrupted(self: StateEncoder, chunks: object) -> None:
+    def interrupted(self: StateEncoder, *arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StateEncoder, "encode", interrupted)
