@@ -182,10 +182,13 @@ def print_answer(console: Console, stream: AnswerStream) -> Answer:
     for chunk_id in answer.dropped:
         line = printable(f"  dropped {chunk_id}: no room in the context window")
         console.print(line, markup=False, style="yellow", soft_wrap=True)
+    repaired = f"{tokens.repaired:,} of them repaired, " if tokens.repaired or times.repair else ""
+    repair = f"repair {times.repair:.0f}, " if repaired else ""
     console.print(
-        f"  {tokens.restored:,} tokens restored, {tokens.prefilled:,} prefilled, {tokens.generated} generated; "
+        f"  {tokens.restored:,} tokens restored, {repaired}{tokens.prefilled:,} prefilled, "
+        f"{tokens.generated} generated; "
         f"TTFT {times.ttft:.0f} ms (retrieve {times.retrieve:.0f}, read {times.read:.0f}, restore {times.restore:.0f}, "
-        f"prefill {times.prefill:.0f})",
+        f"{repair}prefill {times.prefill:.0f})",
         style="dim",
         soft_wrap=True,
     )

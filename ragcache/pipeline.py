@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ragcache.answer import Answer
-from ragcache.errors import PassageError, StoreError, StoreNotFoundError
+from ragcache.errors import PassageError, RagCacheError, StoreError, StoreNotFoundError
 from ragcache.fidelity.canary import Canary
 from ragcache.generate.engine import Engine, PreparedPrompt
 from ragcache.generate.sampling import SamplingParameters
@@ -163,8 +164,9 @@ class RagCache:
             )
         except BaseException:
             # What a first run had committed before it was stopped can be asked about.
-            if self._store is None and StateStore.exists(self.path):
-                self._attach(StateStore.open(self.path))
+            with suppress(RagCacheError):
+                if self._store is None and StateStore.exists(self.path):
+                    self._attach(StateStore.open(self.path))
             raise
         if self._store is None:
             self._attach(store)

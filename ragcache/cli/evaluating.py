@@ -135,5 +135,9 @@ def evaluate(
     if not evaluation.recommendation.met:
         raise typer.Exit(1)
     if apply:
-        apply_setting(opened, evaluation.recommendation.summary.setting)
+        setting = evaluation.recommendation.summary.setting
+        apply_setting(opened, setting)
         say(f"now the default of {store}, in its store.toml")
+        for name in loaded.encodings:
+            if name not in setting.encodings:
+                say(f"the next index run takes the encoding {name!r} away; --encodings keeps it")

@@ -51,7 +51,8 @@ def stats(store: Store, as_json: AsJson = False) -> None:
     settings = load_settings(store)
     if as_json:
         about = {"model": settings.model, "codec": settings.codec, "fingerprint": fingerprint}
-        typer.echo(json.dumps(asdict(found) | about, indent=2))
+        canary = asdict(found.canary) | {"mean_kl": found.canary.mean_kl, "agreement": found.canary.agreement}
+        typer.echo(json.dumps(asdict(found) | about | {"canary": canary}, indent=2))
         return
     table = Table(show_header=False, box=None)
     for name in ("documents", "chunks", "tokens", "shards"):
@@ -79,7 +80,7 @@ def stats(store: Store, as_json: AsJson = False) -> None:
 def _canary_line(found: CanaryReport) -> str:
     figures = f"{found.checked:,} answers checked"
     if found.tokens:
-        figures += f", agreement {found.agreement:.3f}, KL {found.mean_kl:.4f}, at worst {found.worst_kl:.2f}"
+        figures += f", agreement {found.agreement:.3f}, KL {found.mean_kl:.4f} nats, at worst {found.worst_kl:.2f}"
     return f"{figures}; {found.skipped:,} skipped, {found.failed:,} failed"
 
 

@@ -36,6 +36,9 @@ class Setting(BaseModel):
         """What says nothing is always the same: without repair how much of it, beside a time the ratio."""
         if not isinstance(values, Mapping):
             return values
+        if isinstance(names := values.get("encodings"), list | tuple) and set(names) <= set(get_args(EncodingName)):
+            # Which of them a chunk takes is not a matter of their order.
+            values = {**values, "encodings": tuple(it for it in get_args(EncodingName) if it in names)}
         if values.get("repair", "off") == "off":
             return {**values, "repair_ratio": 0.0, "repair_ms": None}
         return {**values, "repair_ratio": 0.0} if values.get("repair_ms") is not None else values
@@ -180,7 +183,8 @@ def read_grid(path: Path) -> tuple[Setting, ...]:
     except OSError as error:
         raise EvaluationError(f"the grid {path} cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
+        # What is unknown first: the word that is missing is often the one that is misspelt.
+        first = min(error.errors(), key=lambda it: it["type"] != "extra_forbidden")
         place = " of setting ".join(str(part) for part in reversed(first["loc"]))
         raise EvaluationError(f"{path} is no grid: {f'{place}: ' if place else ''}{first['msg']}") from error
     if not settings:

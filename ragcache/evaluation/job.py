@@ -82,8 +82,8 @@ def evaluate(
             remark(f"{journal.unreadable} lines of {journal.path} make no sense and are measured again")
         asked = [find_passages(cache, question, options.top_k) for question in questions]
         _check_room(cache, asked, options.max_tokens)
-        with in_codecs(cache, asked, {it.codec for it in settings}, folder) as passages:
-            served, left_out = possible(settings, passages)
+        with in_codecs(cache, asked, {it.codec for it in settings}, folder) as (passages, reasons):
+            served, left_out = possible(settings, passages, reasons)
             for reason, count in Counter(it.reason for it in left_out).items():
                 remark(f"left out: {count} {'setting' if count == 1 else 'settings'}: {reason}")
             if not served:

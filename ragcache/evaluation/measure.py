@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ragcache.evaluation.grid import Setting
-from ragcache.evaluation.passages import Asked, content_digest
+from ragcache.evaluation.passages import Asked, content_digest, encodings_of
 from ragcache.evaluation.record import Record
 from ragcache.evaluation.versions import computing_versions
 from ragcache.fidelity.continuation import Continuation, along, greedy, parted
@@ -20,7 +20,7 @@ from ragcache.prompt.layout import Layout
 from ragcache.restore.measure import processor_name
 from ragcache.stream import milliseconds_since
 
-FIGURES = 2
+FIGURES = 3
 """Raised when figures come to mean something else, so that older ones are not taken for them."""
 
 
@@ -63,6 +63,8 @@ class Measurement:
             self._cache.template.prefix,
             asked.question.text,
             content_digest(asked.chunks, setting.encodings),
+            # A passage without states is encoded as the store's settings say.
+            None if all(map(encodings_of, asked.chunks)) else self._cache.engine.format.to_json(),
             setting.model_dump(),
             self._max_tokens,
         ]

@@ -73,6 +73,8 @@ def content_digest(chunks: Sequence[ContextChunk], encodings: Sequence[EncodingN
             chunk.ordinal,
             hashlib.sha256(pack_token_ids(chunk.token_ids)).hexdigest(),
             [[states.key, states.format] for states in _usable(chunk, encodings)],
+            # Where there are no states at all, the order goes by what there was.
+            [] if encodings_of(chunk) else [[it.name, it.key] for it in chunk.encodings],
         ]
         for chunk in chunks
     ]

@@ -95,8 +95,9 @@ class Evaluation:
 
     @property
     def plain(self) -> Summary | None:
-        """Figures of plain concatenation, where it was measured."""
-        return self.of(PLAIN)
+        """Figures of plain concatenation, where it was measured; as states are stored, else in whatever codec."""
+        plain = (it for it in self.summaries if it.setting.model_copy(update={"codec": None}) == PLAIN)
+        return self.of(PLAIN) or next(plain, None)
 
     def of(self, setting: Setting) -> Summary | None:
         """Figures of a setting, where it was measured."""

@@ -45,8 +45,16 @@ Passages = Mapping[CodecName | None, Sequence[Asked]]
 """The questions with their passages, for each codec with states in that; `None` is what they are stored in."""
 
 
-def possible(settings: Sequence[Setting], passages: Passages) -> tuple[tuple[Setting, ...], tuple[LeftOut, ...]]:
-    """The settings whose encodings the store holds of at least one passage, and the others."""
+def possible(
+    settings: Sequence[Setting], passages: Passages, reasons: Mapping[CodecName, str]
+) -> tuple[tuple[Setting, ...], tuple[LeftOut, ...]]:
+    """The settings whose encodings the store holds of at least one passage, and the others.
+
+    Args:
+        settings: that are wanted.
+        passages: in the codecs that they can be had in.
+        reasons: why not in the others.
+    """
     stored: set[EncodingName] = {name for it in passages[None] for chunk in it.chunks for name in encodings_of(chunk)}
     kept, left_out = [], []
     for setting in settings:
@@ -54,10 +62,8 @@ def possible(settings: Sequence[Setting], passages: Passages) -> tuple[tuple[Set
         if missing:
             reason = f"no passage has an encoding {missing[0]!r} in the store; index with --encodings to have it"
             left_out.append(LeftOut(setting, reason))
-        elif setting.codec not in passages:
-            left_out.append(
-                LeftOut(setting, "states are stored in a codec that loses something; index with --codec raw")
-            )
+        elif setting.codec is not None and setting.codec in reasons:
+            left_out.append(LeftOut(setting, reasons[setting.codec]))
         else:
             kept.append(setting)
     return tuple(kept), tuple(left_out)

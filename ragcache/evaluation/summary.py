@@ -97,7 +97,7 @@ def summarise(records: Sequence[Record], answers: Sequence[Sequence[str]], seed:
         setting=records[0].setting,
         questions=len(records),
         kl=interval([it.mean_kl for it in divergences], seed),
-        worst_kl=max(it.worst_kl for it in divergences),
+        worst_kl=float(np.max([it.worst_kl for it in divergences])),
         agreement=interval([it.agreement for it in divergences], seed),
         same_answers=statistics.fmean(record.answer == record.full_answer for record in records),
         gold=_gold([(record, gold) for record, gold in zip(records, answers, strict=True) if gold]),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ragcache.errors import EvaluationError
-from ragcache.evaluation.passages import Asked
+from ragcache.evaluation.passages import Asked, encodings_of
 from ragcache.pipeline import RagCache
 from ragcache.settings import CodecName
 from ragcache.states.form import StateFormat
@@ -31,36 +31,41 @@ PREFIX = ".transcoded-"
 
 
 class UntranscodableError(Exception):
-    """States do not decode exactly: what another codec would have made of them is not known."""
+    """What another codec would have made of states is not known; says why."""
 
 
 @contextmanager
 def in_codecs(
     cache: RagCache, asked: Sequence[Asked], codecs: Iterable[CodecName | None], folder: Path
-) -> Iterator[dict[CodecName | None, Sequence[Asked]]]:
+) -> Iterator[tuple[dict[CodecName | None, Sequence[Asked]], dict[CodecName, str]]]:
     """Passages with states in several codecs, for as long as the context lasts.
 
     Args:
         cache: the store that they come from.
         asked: questions with their passages.
-        codecs: that are wanted; those that the stored states cannot be brought into are left out.
+        codecs: that are wanted.
         folder: for a folder of shards, taken away in the end; one that a run has left there that was killed goes, too.
 
     Yields:
-        For each codec the questions; those of `None` as they were given.
+        For each codec the questions, those of `None` as they were given; and why they cannot be had in the others.
 
     Raises:
         EvaluationError: the folder cannot be written to.
     """
     found: dict[CodecName | None, Sequence[Asked]] = {None: asked}
+    reasons: dict[CodecName, str] = {}
     for left in folder.glob(f"{PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as shards:
         for codec in codecs:
             if codec is not None:
-                with suppress(UntranscodableError), _as_evaluation_error(folder):
+                try:
                     found[codec] = transcoded(cache, asked, codec, Path(shards))
-        yield found
+                except UntranscodableError as error:
+                    reasons[codec] = str(error)
+                except OSError as error:
+                    raise EvaluationError(f"cannot write to {folder}: {error.strerror or error}") from error
+        yield found, reasons
 
 
 def transcoded(cache: RagCache, asked: Sequence[Asked], codec: CodecName, folder: Path) -> list[Asked]:
@@ -76,8 +81,11 @@ def transcoded(cache: RagCache, asked: Sequence[Asked], codec: CodecName, folder
         The same questions. States that cannot be read are left as they are, and so is the reason of their miss.
 
     Raises:
-        UntranscodableError: see there.
+        UntranscodableError: states do not decode exactly, or a passage has none.
     """
+    lacking = [chunk.chunk_id for it in asked for chunk in it.chunks if not encodings_of(chunk)]
+    if lacking:
+        raise UntranscodableError(f"{lacking[0]} has no states, and would be encoded in the store's codec")
     stored = {
         it.states.key: _Stored(chunk, it, it.states)
         for question in asked
@@ -97,14 +105,6 @@ def transcoded(cache: RagCache, asked: Sequence[Asked], codec: CodecName, folder
     return [replace(it, chunks=tuple(_with(chunk, found) for chunk in it.chunks)) for it in asked]
 
 
-@contextmanager
-def _as_evaluation_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise EvaluationError(f"cannot write to {folder}: {error.strerror or error}") from error
-
-
 @dataclass(frozen=True)
 class _Stored:
     """States of a passage."""
@@ -122,7 +122,7 @@ def _write(
     if wanted == format:
         return {}
     if not format.exact:
-        raise UntranscodableError
+        raise UntranscodableError("states are stored in a codec that loses something; index with --codec raw")
     writer = ShardWriter(folder, 0, wanted, Container.ARROW, origin)
     try:
         for row in rows:

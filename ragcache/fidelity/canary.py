@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import random
 import threading
@@ -121,6 +122,10 @@ class Canary:
         try:
             with memory_for("the check of an answer"):
                 finding = _report_of(self._compare(drawn))
+            if not math.isfinite(finding.kl_sum):
+                # One such sum would hide all that is found before and after, and no database takes it.
+                logging.getLogger(__name__).warning("an answer could not be checked: its logits are not finite")
+                finding = CanaryReport(failed=1)
         except (RagCacheError, RuntimeError) as error:
             # No request is concerned.
             logging.getLogger(__name__).warning("an answer could not be checked: %s", error)

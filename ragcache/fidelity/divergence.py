@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 
@@ -27,8 +28,8 @@ class Divergence:
 
     @property
     def worst_kl(self) -> float:
-        """At the token where they differ most, in nats."""
-        return max(self.kl)
+        """At the token where they differ most, in nats; no number if any is none."""
+        return float(np.max(self.kl))
 
     @property
     def agreement(self) -> float:
@@ -53,5 +54,6 @@ def divergence(reference: Tensor, compared: Tensor) -> Divergence:
     terms = (mine.exp() * (mine - theirs)).masked_fill(mine.isneginf(), 0.0)
     # Rounding may leave the sum of equal distributions a little below 0.
     kl = terms.sum(-1).clamp_min(0.0)
-    agrees = reference.argmax(-1) == compared.argmax(-1)
+    # Rows that are no distributions agree in nothing, though `argmax` finds the same in both.
+    agrees = (reference.argmax(-1) == compared.argmax(-1)) & ~mine.isnan().any(-1) & ~theirs.isnan().any(-1)
     return Divergence(tuple(kl.tolist()), tuple(agrees.tolist()))

@@ -170,7 +170,13 @@ class Usage:
                 self._file_lock.release()
 
     def record_canary(self, finding: CanaryReport) -> None:
-        """Count what checks of answers found; it goes to the file with the next query or `flush`."""
+        """Count what checks of answers found; it goes to the file with the next query or `flush`.
+
+        Raises:
+            ValueError: a sum is not finite, and would hide all that is found before and after.
+        """
+        if not math.isfinite(finding.kl_sum + finding.worst_kl):
+            raise ValueError(f"sums cannot be {finding.kl_sum} and {finding.worst_kl}")
         self._follow_fork()
         with self._lock:
             self._pending.canary = self._pending.canary.plus(finding)

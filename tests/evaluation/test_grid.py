@@ -79,6 +79,8 @@ def test_a_setting_has_one_form(tmp_path: Path) -> None:
         "alone, score, query 15%",
         "alone, score, query 80 ms",
     ]
+    path.write_text(json.dumps([{"encodings": it, "order": "score"} for it in (["context", "alone"], ["alone"] * 2)]))
+    assert [it.label for it in read_grid(path)] == ["alone+context, score, no repair", "alone, score, no repair"]
 
 
 def test_files(tmp_path: Path) -> None:
@@ -96,6 +98,7 @@ def test_files(tmp_path: Path) -> None:
         ),
         ('[{"encodings": [], "order": "score"}]', "encodings of setting 0"),
         ('[{"encodings": ["alone"], "order": "score", "codec": "int3"}]', "codec of setting 0"),
+        ('[{"encodngs": ["alone"], "order": "score"}]', "encodngs of setting 0"),
         ("[]", "holds no settings"),
         ("{", "is no grid"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,3 +225,23 @@ def test_a_figure_that_is_no_number(cache: RagCache, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("ragcache.evaluation.measure.divergence", without_number)
     assert '"worst_kl": null' in run(cache, tmp_path, Counting(), PLAIN).to_json()
+
+
+def test_what_has_no_states_depends_on_the_settings(open_tiny: Callable[..., RagCache], tmp_path: Path) -> None:
+    path, question = tmp_path / "store", Question("Which ships passed?", documents=("doc-0", "doc-1"))
+    with open_tiny(path) as cache:
+        cache.index([make_document(number) for number in range(3)])
+    with sqlite3.connect(path / "catalog.sqlite") as connection:
+        connection.execute(
+            "UPDATE encodings SET states = NULL, evicted = 1"
+            " WHERE chunk IN (SELECT id FROM chunks WHERE document = 'doc-1')"
+        )
+    found = []
+    for codec in ("raw", "int4"):
+        progress = Counting()
+        with open_tiny(path, codec=codec) as cache:
+            options = EvaluationOptions(max_tokens=3)
+            (summary,) = evaluate(cache, [question], [PLAIN], tmp_path / "out", options, progress).summaries
+        assert progress.started == 1
+        found.append(summary.kl.mean)
+    assert found[0] != found[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +102,18 @@ def test_what_lost_something_is_not_transcoded(open_tiny: OpenTiny, tmp_path: Pa
         transcoded(cache, [find_passages(cache, QUESTION, 3)], "int4", tmp_path)
 
 
+def test_passages_without_states_would_be_in_the_codec_of_the_store(raw: RagCache, tmp_path: Path) -> None:
+    with sqlite3.connect(raw.path / "catalog.sqlite") as connection:
+        connection.execute("UPDATE encodings SET states = NULL, evicted = 1")
+    told = list[str]()
+    settings = [PLAIN, with_codec(PLAIN, "int4")]
+    options = EvaluationOptions(max_tokens=2, top_k=3)
+    with pytest.raises(EvaluationError):
+        evaluate(raw, [QUESTION], settings[1:], tmp_path / "out", options, Counting(), told.append)
+    with pytest.raises(UntranscodableError, match="has no states"):
+        transcoded(raw, [find_passages(raw, QUESTION, 3)], "int4", tmp_path)
+
+
 def test_states_that_cannot_be_read_stay_a_miss(raw: RagCache, asked: Asked, tmp_path: Path) -> None:
     shard = next(it.states.shard for chunk in asked.chunks for it in chunk.encodings if it.states is not None)
     content = shard.read_bytes()
@@ -122,6 +135,9 @@ def test_an_evaluation_of_codecs(raw: RagCache, tmp_path: Path) -> None:
     ]
     assert len({it.kl.mean for it in found.summaries}) == 4
     assert {it.name for it in out.iterdir()} == {"codecs", *FILES}
+    plain_in_codec = evaluate(raw, [QUESTION], settings[1:2], tmp_path / "other", options, Counting()).plain
+    assert plain_in_codec is not None
+    assert plain_in_codec.setting.codec == CODECS_THAT_LOSE[0]
     # A second run finds it all measured.
     progress = Counting()
     again = evaluate(raw, [QUESTION], settings, out, options, progress)

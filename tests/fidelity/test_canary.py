@@ -261,3 +261,16 @@ def test_the_cache_of_a_prompt_that_waits_is_nobody_elses(cache: RagCache) -> No
     canary.wait()
     assert pool._idle
     canary.close()
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_no_finding(
+    start: Callable[..., Canary], model: LanguageModel, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    canary, told = start(1.0), list[CanaryReport]()
+    canary.on_finding = told.append
+    as_it_is = canary._along
+    monkeypatch.setattr(canary, "_along", lambda *given: as_it_is(*given) * factor)
+    assert canary.offer(prompt_of(model, 9, 10), ANSWER)
+    canary.wait()
+    assert told == [canary.report] == [CanaryReport(failed=1)]

@@ -61,3 +61,11 @@ def test_like_a_reference_in_numpy(rows: list[tuple[list[float], list[float]]], 
 def test_what_cannot_be_compared_is_refused(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="cannot be compared"):
         divergence(torch.zeros(shapes[0]), torch.zeros(shapes[1]))
+
+
+def test_what_is_no_number_agrees_with_nothing() -> None:
+    rows = torch.tensor([[1.0, 0.0], [float("nan"), 0.0], [2.0, 1.0]])
+    found = divergence(rows, rows)
+    assert found.agrees == (True, False, True)
+    assert math.isnan(found.mean_kl)
+    assert math.isnan(found.worst_kl)

@@ -515,6 +515,16 @@ def test_a_file_of_an_earlier_version_gets_room_for_findings(path: Path) -> None
     assert frequencies(usage) == {"a": 1}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_counted(path: Path, value: float) -> None:
+    usage = Usage(path)
+    with pytest.raises(ValueError, match="cannot be"):
+        usage.record_canary(CanaryReport(checked=1, tokens=1, kl_sum=value))
+    usage.record(["a"], 1, [])
+    usage.flush()
+    assert frequencies(Usage(path)) == {"a": 1}
+
+
 @pytest.mark.parametrize("value", ["'many'", "1e999"])
 def test_findings_that_make_no_sense_start_anew(path: Path, value: str, caplog: pytest.LogCaptureFixture) -> None:
     usage = counted(path, ["a"])
