@@ -78,6 +78,22 @@ def frontier(points: Sequence[Point], *, higher_is_better: bool) -> list[Point]:
     return best
 
 
+STYLE = """
+rect { fill: #fff; } text { font: 12px system-ui, sans-serif; fill: #1b1f24; } .grid { stroke: #d7dbe0; }
+.frontier { fill: none; stroke: #0a5fb4; stroke-width: 1.5; } .interval { stroke: #667; }
+.best circle { fill: #0a5fb4; } .other circle { fill: #667; }
+"""
+"""Of a plot outside the page."""
+
+
+def standalone(plot: str) -> str:
+    """A plot as a file of its own, with colours of its own."""
+    start, rest = plot.split(">", 1)
+    size = f'xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
+    ground = f'<rect width="{WIDTH}" height="{HEIGHT}"/>'
+    return f"{start} {size}><style>{STYLE}</style>{ground}{rest}\n"
+
+
 def scatter(name: str, points: Sequence[Point], x: Axis, y: Axis, *, higher_is_better: bool) -> str:
     """The plot as an SVG element; colours come from the page's style sheet.
 

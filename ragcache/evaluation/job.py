@@ -14,7 +14,7 @@ from ragcache.evaluation.measure import Measurement
 from ragcache.evaluation.passages import Asked, find_passages
 from ragcache.evaluation.questions import Question
 from ragcache.evaluation.recommend import recommend
-from ragcache.evaluation.report import html_report
+from ragcache.evaluation.report import html_report, plots
 from ragcache.evaluation.result import Evaluation, circumstances, summaries
 from ragcache.evaluation.run import EvaluationProgress, possible, run
 from ragcache.evaluation.transcoding import in_codecs
@@ -101,6 +101,8 @@ def evaluate(
         try:
             write_durably(folder / RESULT, evaluation.to_json().encode())
             write_durably(folder / REPORT, html_report(evaluation).encode())
+            for name, plot in plots(evaluation.summaries).items():
+                write_durably(folder / name, plot.encode())
         except OSError as error:
             raise EvaluationError(f"cannot write to {folder}: {error.strerror or error}") from error
     return evaluation

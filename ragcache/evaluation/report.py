@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ragcache.evaluation.chart import Point, axis, scatter
+from ragcache.evaluation.chart import Point, axis, scatter, standalone
 from ragcache.evaluation.passages import Asked
 from ragcache.evaluation.record import Record
 from ragcache.evaluation.result import Evaluation
@@ -81,26 +81,36 @@ def _recommendation(evaluation: Evaluation) -> str:
     return f"<h2>Recommendation</h2><p>{lines}</p>"
 
 
+def plots(summaries: Sequence[Summary]) -> dict[str, str]:
+    """Files of the plots, each an SVG image that needs nothing else, by name."""
+    return {f"{name}.svg": standalone(plot) for name, plot in _scattered(summaries).items()}
+
+
 def _plots(summaries: Sequence[Summary]) -> str:
+    figures = "".join(f"<figure>{plot}</figure>" for plot in _scattered(summaries).values())
+    note = (
+        "Numbers are those of the table. The line joins settings that no other one beats in both time and fidelity; "
+        "bars are 95% intervals."
+    )
+    return f'<div class="plots">{figures}</div><p class="note">{note}</p>'
+
+
+def _scattered(summaries: Sequence[Summary]) -> dict[str, str]:
+    """SVG elements by what they show."""
     times = [it.ttft_ms for it in summaries]
     across = axis("time to first token, ms (median)", times, floor=0.0)
     shown = [(number, it) for number, it in enumerate(summaries, start=1) if math.isfinite(it.kl.mean)]
-    figures = []
-    for name, higher, points in (
-        ("agreement with the full prefill", True, [_point(*it, it[1].agreement) for it in shown]),
-        ("KL from the full prefill, nats", False, [_point(*it, it[1].kl) for it in shown]),
+    elements = {}
+    for key, name, higher, points in (
+        ("agreement", "agreement with the full prefill", True, [_point(*it, it[1].agreement) for it in shown]),
+        ("kl", "KL from the full prefill, nats", False, [_point(*it, it[1].kl) for it in shown]),
     ):
         if not points:
             continue
         ends = [end for it in points for end in (it.y, it.low, it.high) if math.isfinite(end)]
         down = axis(name, ends, floor=0.0, ceiling=1.0 if higher else None)
-        plot = scatter(f"{name} against time to first token", points, across, down, higher_is_better=higher)
-        figures.append(f"<figure>{plot}</figure>")
-    note = (
-        "Numbers are those of the table. The line joins settings that no other one beats in both time and fidelity; "
-        "bars are 95% intervals."
-    )
-    return f'<div class="plots">{"".join(figures)}</div><p class="note">{note}</p>'
+        elements[key] = scatter(f"{name} against time to first token", points, across, down, higher_is_better=higher)
+    return elements
 
 
 def _point(number: int, summary: Summary, y: Interval) -> Point:

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,7 +16,7 @@ from ragcache.evaluation.grid import PLAIN
 from ragcache.evaluation.passages import Asked
 from ragcache.evaluation.questions import Question
 from ragcache.evaluation.recommend import recommend
-from ragcache.evaluation.report import html_report
+from ragcache.evaluation.report import html_report, plots
 from ragcache.evaluation.result import Circumstances, Evaluation, summaries
 from ragcache.evaluation.run import LeftOut
 from tests.evaluation.samples import BETTER, REPAIRED, record
@@ -165,3 +166,17 @@ def test_an_axis_holds_its_values_and_has_round_ticks(values: list[float]) -> No
     assert 2 <= len(found.ticks) <= 6
     assert all(found.start - 1e-9 <= tick <= found.stop + 1e-9 for tick in found.ticks)
     assert axis("x", values, ceiling=max(values)).stop == max(values)
+
+
+def test_plots_are_images_by_themselves(evaluation: Evaluation) -> None:
+    found = plots(evaluation.summaries)
+    assert set(found) == {"agreement.svg", "kl.svg"}
+    for plot in found.values():
+        root = ElementTree.fromstring(plot)
+        names = [element.tag.rpartition("}")[2] for element in root.iter()]
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert names.count("circle") == len(evaluation.summaries)
+        assert names.count("style") == names.count("rect") == 1
+        # No colour is left to a page, and nothing is fetched.
+        assert "var(" not in plot
+        assert "url(" not in plot

@@ -28,7 +28,7 @@ from tests.evaluation.test_run import Counting
 OpenTiny = Callable[..., RagCache]
 BOTH = ("alone", "context")
 QUESTION = Question("Which ships passed?")
-FILES = (JOURNAL, REPORT, RESULT)
+FILES = (JOURNAL, REPORT, RESULT, "agreement.svg", "kl.svg")
 CODECS_THAT_LOSE: list[CodecName] = ["int8", "int4", "bf16"]
 
 
