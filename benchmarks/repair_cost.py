@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        cache = RagCache.open(Path(folder) / "store", model=arguments.model, dtype=arguments.dtype)
+        cache = RagCache.open(
+            Path(folder) / "store", model=arguments.model, dtype=arguments.dtype, encodings=("alone",)
+        )
         text = "\n\n".join(text for _, text in sorted(topics.items()))
         # Four characters a token, and some to spare.
         cache.index([Document("topics", text[: arguments.tokens * 6], "Python")])
