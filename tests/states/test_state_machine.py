@@ -108,7 +108,7 @@ class FakeEncoder:
     def __init__(self, format: StateFormat) -> None:
         self.format = format
 
-    def encode(self, blocks: Sequence[Block[ChunkRecord]]) -> list[dict[int, Tensor]]:
+    def encode(self, blocks: Sequence[Block[ChunkRecord]], pass_tokens: int | None = None) -> list[dict[int, Tensor]]:
         return [
             layers_of(ids_of_contexts(block.contexts(index)), chunk.token_ids, self.format)
             for block in blocks
