@@ -9,26 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, BertConfig, MambaConfig
 
 import ragcache
-from ragcache.cli import main
 from ragcache.console import IndexingProgress, printable
 from ragcache.model.resolve import resolve
 from ragcache.states.store import StateStore
+from tests.cli.runner import Outcome, run_command
 from tests.encodings import states_of
 from tests.unprivileged import reachable_folder, read_only
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
 
 Run = Callable[..., Outcome]
 
@@ -38,13 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Run the command line in this process, as the installed script does."""
 
     def run_cli(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["ragcache", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-        return Outcome(code, *capsys.readouterr())
+        return run_command(arguments, monkeypatch, capsys)
 
     return run_cli
 

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from ragcache.cli import main
 from ragcache.console import EvaluationProgress
+from tests.cli.runner import Outcome, run_command
 from tests.conftest import make_document
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
 
 Run = Callable[..., Outcome]
 
@@ -39,13 +30,7 @@ def run(
     monkeypatch.chdir(tmp_path)
 
     def run_cli(command: str, *arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["ragcache", *map(str, [command, *arguments, *given])])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-        return Outcome(code, *capsys.readouterr())
+        return run_command([command, *arguments, *given], monkeypatch, capsys)
 
     folder = tmp_path / "corpus"
     folder.mkdir()

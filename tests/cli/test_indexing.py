@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ragcache.cli import main
 from ragcache.settings import load_settings
 from ragcache.states.store import StateStore
+from tests.cli.runner import run_command
 
 
 @pytest.fixture
@@ -28,13 +27,8 @@ def index(
 
     def run(*options: object) -> tuple[int, str]:
         fixed = ["--store", tmp_path / "store", "--model", tiny_folder("llama"), "--dtype", "float32"]
-        monkeypatch.setattr(sys, "argv", ["ragcache", "index", str(folder), *map(str, fixed), *map(str, options)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-        return code, "".join(capsys.readouterr())
+        outcome = run_command(["index", folder, *fixed, *options], monkeypatch, capsys)
+        return outcome.code, outcome.out + outcome.err
 
     return run
 

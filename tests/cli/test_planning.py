@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from ragcache.cli import main
 from ragcache.restore import measure
 from ragcache.restore.profile import Profile
+from tests.cli.runner import Outcome, run_command
 from tests.restore.test_plan import MACHINE
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
 
 Run = Callable[..., Outcome]
 
@@ -49,13 +40,7 @@ def run(
             "--dtype",
             "float32",
         ]
-        monkeypatch.setattr(sys, "argv", ["ragcache", *map(str, given)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-        return Outcome(code, *capsys.readouterr())
+        return run_command(given, monkeypatch, capsys)
 
     return run_cli
 

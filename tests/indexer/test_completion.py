@@ -241,11 +241,8 @@ def test_another_recipe_chooses_all_contexts_anew(open_tiny: OpenTiny) -> None:
     assert (in_context(cache), cache.store.catalog.vectors()) == (after, version)
 
 
-@pytest.mark.parametrize("passes", [0, 1, 9])
-def test_an_interrupted_run_is_gone_on_with(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
-    """Nothing that was committed is encoded again."""
-    documents = [make_document(number, 16) for number in range(12)]
-    cache = open_tiny(**ONLY, context_tokens=60, batch_tokens=300, shard_megabytes=1)
+def interrupt_after(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does once so many passes are through."""
     left, encode = passes, StateEncoder.encode
 
     def interrupted(self: StateEncoder, blocks: list[Block[ChunkRecord]], *limit: int) -> object:
@@ -256,6 +253,14 @@ def test_an_interrupted_run_is_gone_on_with(open_tiny: OpenTiny, monkeypatch: py
         return encode(self, blocks, *limit)
 
     monkeypatch.setattr(StateEncoder, "encode", interrupted)
+
+
+@pytest.mark.parametrize("passes", [0, 1, 9])
+def test_an_interrupted_run_is_gone_on_with(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+    """Nothing that was committed is encoded again."""
+    documents = [make_document(number, 16) for number in range(12)]
+    cache = open_tiny(**ONLY, context_tokens=60, batch_tokens=300, shard_megabytes=1)
+    interrupt_after(passes, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         cache.index(documents)
     monkeypatch.undo()
@@ -275,16 +280,7 @@ def test_a_change_of_recipe_that_was_interrupted_is_undone_by_going_back(
     cache = open_tiny(**given, context_tokens=40)
     cache.index(documents)
     before = in_context(cache)
-    left, encode = 25, StateEncoder.encode
-
-    def interrupted(self: StateEncoder, blocks: list[Block[ChunkRecord]], *limit: int) -> object:
-        nonlocal left
-        if left == 0:
-            raise KeyboardInterrupt
-        left -= 1
-        return encode(self, blocks, *limit)
-
-    monkeypatch.setattr(StateEncoder, "encode", interrupted)
+    interrupt_after(25, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         open_tiny(**given, context_tokens=120).index(documents)
     monkeypatch.undo()
