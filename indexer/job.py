@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ragcache.errors import SourceError
 from ragcache.indexer.contexts import alone
+from ragcache.indexer.documents import Document, checked
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.report import IndexReport, Progress
-from ragcache.indexer.sources import Document, checked
 from ragcache.indexer.splitting import Splitter
 from ragcache.indexer.upkeep import load_vectors
 from ragcache.retriever.embedding import Embedder
@@ -57,7 +58,9 @@ def signature(document: Document, source: str, settings_digest: str) -> str:
     Raises:
         SourceError: the metadata is no JSON.
     """
-    parts = [source, document.id, document.title, document.text, document.metadata, settings_digest]
+    parts: list[Any] = [source, document.id, document.title, document.text, document.metadata, settings_digest]
+    if document.passages is not None:
+        parts.append([list(astuple(passage)) for passage in document.passages])
     try:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     except (TypeError, ValueError, RecursionError) as error:
@@ -96,6 +99,8 @@ def plan_run(
                 f"{document.id!r} is in the store already, from {other}; rename one of the two folders, or index the "
                 "folder that holds both"
             )
+        if document.passages is not None and store is not None:
+            _check_passage_ids(document, store, source)
         if known.get(document.id) != signature(document, source, settings_digest) or document.id in incomplete:
             changed.append(document.id)
     mine = store.catalog.signatures(source) if store and remove_missing else {}
@@ -106,6 +111,16 @@ def plan_run(
         unchanged=len(seen) - len(changed),
         removed=[document_id for document_id in mine if document_id not in seen],
     )
+
+
+def _check_passage_ids(document: Document, store: StateStore, source: str) -> None:
+    owners = store.catalog.documents_of([passage.id for passage in document.passages or ()])
+    for passage, owner in owners.items():
+        if owner != document.id:
+            raise SourceError(
+                f"{source}: passage {passage!r} of document {document.id!r} is in the store already, as one of "
+                f"document {owner!r}; delete that document, or give the passage another id"
+            )
 
 
 def _of_another_folder(other: str, source: str) -> bool:
@@ -219,12 +234,14 @@ class IndexJob:
         chunks = [
             NewChunk(
                 vector_id=vector_id,
-                chunk_id=f"{document.id}#{ordinal}",
+                chunk_id=piece.chunk_id,
                 ordinal=ordinal,
                 text=piece.text,
                 token_ids=piece.token_ids,
                 content=content,
                 encodings=(*self._alone(content), *contexts.get(content, ())),
+                metadata=piece.metadata,
+                embedding_text=piece.embedding_text,
             )
             for ordinal, (vector_id, piece, content) in enumerate(zip(ids, pieces, contents, strict=True))
         ]
@@ -248,7 +265,7 @@ class IndexJob:
             self._batch.append((chunk, record))
             self._batched_keys.add(chunk.content)
         self._documents.append((record, chunks))
-        self._unembedded += [(chunk.vector_id, chunk.text) for chunk in chunks]
+        self._unembedded += [(chunk.vector_id, chunk.embedded) for chunk in chunks]
         if len(self._unembedded) >= EMBEDDING_BATCH:
             self._embed_batch()
         return len(chunks)

@@ -8,32 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from ragcache.errors import SourceError
+from ragcache.indexer.documents import Document
 
 TEXT_SUFFIXES = (".txt", ".md", ".markdown", ".rst")
 PYDOC_TOPICS = "pydoc:topics"
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text to be indexed.
-
-    Attributes:
-        id: unique in the store; indexing the same id again replaces the document.
-        text: its whole text.
-        title: shown to the model in front of each chunk; the id when empty.
-        metadata: the user's own, JSON values.
-    """
-
-    id: str
-    text: str
-    title: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 class Source(Protocol):
@@ -74,63 +57,6 @@ def open_source(location: str) -> Source:
     raise SourceError(
         f"source {location!r} does not exist; give a folder of text or Markdown files, a .jsonl file or {PYDOC_TOPICS}"
     )
-
-
-MOST_NESTING = 50
-"""Levels of lists and objects in metadata; Python's own limit depends on who calls."""
-
-
-def _depth(value: object) -> int:
-    """Levels of lists and objects, counted no further than to one more than allowed."""
-    level, depth = [value], 0
-    while level and depth <= MOST_NESTING:
-        nested = [it for it in level if isinstance(it, dict | list | tuple)]
-        level = [
-            it for container in nested for it in (container.values() if isinstance(container, dict) else container)
-        ]
-        depth += bool(nested)
-        if not nested:
-            break
-    return depth
-
-
-def checked(documents: Iterable[Document], source: str) -> Iterator[Document]:
-    """The documents as they come, refused where no sense can be made of them.
-
-    Args:
-        documents: from anywhere.
-        source: name of the source, for messages.
-
-    Raises:
-        SourceError: an id is empty or comes twice, a text is no text or no Unicode, metadata are no JSON object, or
-            there are no documents at all.
-    """
-    seen: set[str] = set()
-    for document in documents:
-        if not isinstance(document, Document):
-            raise SourceError(f"{source}: {type(document).__name__} is no Document; give ragcache.Document objects")
-        for name in ("id", "text", "title"):
-            if not isinstance(getattr(document, name), str):
-                raise SourceError(f"{source}: {name!r} of document {document.id!r} must be text")
-        metadata = document.metadata
-        if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
-            raise SourceError(f"{source}: metadata of document {document.id!r} must be an object whose keys are texts")
-        if _depth(metadata) > MOST_NESTING:
-            raise SourceError(
-                f"{source}: metadata of document {document.id!r} are nested more than {MOST_NESTING} deep; flatten them"
-            )
-        if not document.id:
-            raise SourceError(f"{source}: a document has an empty id; give each one a unique id")
-        if document.id in seen:
-            raise SourceError(f"{source}: document id {document.id!r} comes twice; ids must be unique")
-        seen.add(document.id)
-        try:
-            f"{document.id}{document.title}{document.text}".encode()
-        except UnicodeEncodeError as error:
-            raise SourceError(f"{source}: document {document.id!r} holds half a surrogate pair; remove it") from error
-        yield document
-    if not seen:
-        raise SourceError(f"{source} holds no documents; nothing was changed")
 
 
 class TextFolder:

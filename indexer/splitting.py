@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from ragcache.indexer.sources import Document
+from ragcache.indexer.documents import Document, Passage
 from ragcache.prompt.template import PromptTemplate
 
 SMALLEST_TEXT = 8
@@ -13,14 +14,28 @@ SMALLEST_TEXT = 8
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk's text and the ids the language model sees."""
+    """A chunk to be.
 
+    Attributes:
+        chunk_id: unique in the store.
+        text: shown as a source.
+        token_ids: what the language model sees.
+        metadata: its own beside the document's.
+        embedding_text: what is embedded where that is not the text; else empty.
+    """
+
+    chunk_id: str
     text: str
     token_ids: tuple[int, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    embedding_text: str = ""
 
 
 class Splitter:
-    """Cuts documents into chunks of at most so many tokens, as the language model counts them."""
+    """Cuts documents into chunks of at most so many tokens, as the language model counts them.
+
+    A document that came split keeps its passages.
+    """
 
     def __init__(self, template: PromptTemplate, chunk_tokens: int, overlap: int) -> None:
         """Set up.
@@ -36,12 +51,16 @@ class Splitter:
 
     def split(self, document: Document) -> list[Piece]:
         """The document's chunks in order; none for a document without text."""
-        title = document.title or document.id
+        if document.passages is not None:
+            return [self._whole(passage) for passage in document.passages if passage.text.strip()]
+        title = shown_title(self._template, document.title or document.id, self._chunk_tokens)
         room = self._chunk_tokens - len(self._template.chunk(title, ""))
-        if room < SMALLEST_TEXT:
-            # A title as long as a chunk says nothing the text does not.
-            title, room = "", self._chunk_tokens - len(self._template.chunk("", ""))
-        return [piece for text in self._texts(document.text, room) for piece in self._fit(title, text, room)]
+        texts = [fitting for text in self._texts(document.text, room) for fitting in self._fit(title, text, room)]
+        return [Piece(f"{document.id}#{ordinal}", text, token_ids) for ordinal, (text, token_ids) in enumerate(texts)]
+
+    def _whole(self, passage: Passage) -> Piece:
+        token_ids = self._template.passage(passage.prompt_text or passage.text)
+        return Piece(passage.id, passage.text, token_ids, passage.metadata, passage.embedding_text)
 
     def _texts(self, text: str, room: int) -> list[str]:
         # Imported here: it takes seconds, and a query does not need it.
@@ -52,10 +71,19 @@ class Splitter:
         )
         return [piece for piece in splitter.split_text(text) if piece.strip()]
 
-    def _fit(self, title: str, text: str, room: int) -> list[Piece]:
+    def _fit(self, title: str, text: str, room: int) -> list[tuple[str, tuple[int, ...]]]:
         """SentenceSplitter adds up the tokens of parts, and the whole may have some more: then cut again."""
         token_ids = self._template.chunk(title, text)
         if len(token_ids) <= self._chunk_tokens or room <= SMALLEST_TEXT:
-            return [Piece(text, token_ids)]
+            return [(text, token_ids)]
         smaller = max(SMALLEST_TEXT, room - (len(token_ids) - self._chunk_tokens) - 1)
-        return [piece for part in self._texts(text, smaller) for piece in self._fit(title, part, smaller)]
+        return [fitting for part in self._texts(text, smaller) for fitting in self._fit(title, part, smaller)]
+
+
+def shown_title(template: PromptTemplate, title: str, chunk_tokens: int) -> str:
+    """The title that stands in front of a document's chunks.
+
+    Returns:
+        It, or nothing when it is as long as a chunk and says nothing the text does not.
+    """
+    return title if chunk_tokens - len(template.chunk(title, "")) >= SMALLEST_TEXT else ""

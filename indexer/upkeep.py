@@ -33,7 +33,7 @@ def load_vectors(
         model = embedder()
         index, count = VectorIndex.empty(model.dimension), 0
         for chunks in store.catalog.all_chunks():
-            owners, vectors = model.passages([chunk.text for chunk in chunks])
+            owners, vectors = model.passages([chunk.embedded for chunk in chunks])
             index.add([chunks[owner].vector_id for owner in owners], vectors)
             count += len(chunks)
             on_progress()
@@ -69,7 +69,7 @@ def restore_vectors(writer: StoreWriter, embedder: EmbedderSource) -> int:
         return 0
     index.remove(sorted(present - wanted))
     if missing := catalog.chunks_by_vector(sorted(wanted - present)):
-        owners, vectors = embedder().passages([chunk.text for chunk in missing])
+        owners, vectors = embedder().passages([chunk.embedded for chunk in missing])
         index.add([missing[owner].vector_id for owner in owners], vectors)
     _commit_vectors(writer, index, [])
     return (count or 0) + len(missing)

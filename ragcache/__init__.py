@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ragcache.answer import Answer
     from ragcache.errors import RagCacheError
-    from ragcache.indexer.sources import Document
+    from ragcache.indexer.documents import Document
     from ragcache.pipeline import RagCache
 
 __all__ = ["Answer", "Document", "RagCache", "RagCacheError"]
 
 _HOMES = {
     "Answer": "ragcache.answer",
-    "Document": "ragcache.indexer.sources",
+    "Document": "ragcache.indexer.documents",
     "RagCache": "ragcache.pipeline",
     "RagCacheError": "ragcache.errors",
 }

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ragcache.errors import SourceError
 from ragcache.generate.engine import Engine
 from ragcache.indexer.completion import Completion
 from ragcache.indexer.contexts import ContextRecipe
+from ragcache.indexer.documents import Document
 from ragcache.indexer.encoder import StateEncoder
 from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
 from ragcache.indexer.repair import StateRepair, readmit
 from ragcache.indexer.report import IndexReport, Progress
-from ragcache.indexer.sources import Document
 from ragcache.indexer.splitting import Splitter
 from ragcache.maintenance import OnBytes, repair_store, write_options
 from ragcache.model.language_model import LanguageModel
@@ -74,7 +75,8 @@ class Indexing:
             documents = list(documents)
 
         def plan_with(store: StateStore | None) -> IndexPlan:
-            return plan_run(documents, source, self._settings_digest(), store, remove_missing=remove_missing)
+            fitting = (self._fitting(document, source) for document in documents)
+            return plan_run(fitting, source, self._settings_digest(), store, remove_missing=remove_missing)
 
         if isinstance(store, Path):
             planned_at, plan = NO_VECTORS, plan_with(None)
@@ -115,6 +117,19 @@ class Indexing:
             StoreMismatchError: names what differs.
         """
         store.check_identity(self._identity(), (self.settings.model, self.settings.embedding_model))
+
+    def _fitting(self, document: Document, source: str) -> Document:
+        """A document, refused where one of its passages leaves no room in the model's context window."""
+        room = self.model.context_window - len(self.template.prefix)
+        for passage in (document.passages or ()) if isinstance(document, Document) else ():
+            text = passage.prompt_text or passage.text
+            # A token is a byte at least, and counting tokens takes longer.
+            if isinstance(text, str) and len(text) * 4 >= room and (tokens := len(self.template.passage(text))) >= room:
+                raise SourceError(
+                    f"{source}: passage {passage.id!r} takes {tokens} tokens, and the model's context window of "
+                    f"{self.model.context_window} has room for {room} beside the system prompt; split it smaller"
+                )
+        return document
 
     def _identity(self) -> StoreIdentity:
         return StoreIdentity(self.model.fingerprint.to_json(), self.embedder.digest, self.template.prefix)

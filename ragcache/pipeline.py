@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,8 +17,8 @@ from ragcache.fidelity.canary import Canary
 from ragcache.generate.engine import Engine, PreparedPrompt
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.generate.sequences import SequenceReport
+from ragcache.indexer.documents import Document
 from ragcache.indexer.report import IndexReport, Progress, Silent
-from ragcache.indexer.sources import Document
 from ragcache.indexing import Indexing
 from ragcache.maintenance import (
     COMPACT_THRESHOLD,
@@ -33,7 +34,7 @@ from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import OnStage, load_language_model
 from ragcache.prompt.layout import Layout, lay_out
 from ragcache.prompt.repair import RepairOptions
-from ragcache.prompt.template import PromptTemplate
+from ragcache.prompt.template import Frame, PromptTemplate
 from ragcache.prompt.validity import check_question, check_room, is_unicode
 from ragcache.restore.choice import choose_format
 from ragcache.retriever.embedding import Embedder
@@ -41,6 +42,8 @@ from ragcache.retriever.retriever import RetrievedChunk, Retriever
 from ragcache.settings import EncodingName, Order, QueryOptions, Settings, load_settings, query_options
 from ragcache.states.canary_report import CanaryReport
 from ragcache.states.compact import CompactReport
+from ragcache.states.key import state_key
+from ragcache.states.miss import Miss, MissReason
 from ragcache.states.records import StoredStates, encoding_named
 from ragcache.states.store import StateStore
 from ragcache.states.verify import VerifyReport
@@ -76,7 +79,7 @@ class RagCache:
         self.settings = settings
         self.model = model
         self.embedder = embedder
-        self.template = PromptTemplate(model.tokenizer, settings.system_prompt)
+        self.template = PromptTemplate(model.tokenizer, settings.system_prompt, settings.user_prompt)
         check_room(len(self.template.prefix), settings.chunk_tokens, model.context_window)
         store = StateStore.open(path) if StateStore.exists(path) else None
         format = choose_format(model, settings, path, store, on_stage)
@@ -284,14 +287,25 @@ class RagCache:
         chunks = [context_chunk(hit) for hit in self.retrieve(question, chosen.top_k)]
         if not chunks:
             raise StoreError(f"{self.path} holds no passages to answer from; index documents into it first")
-        return self._answer(question, chunks, chosen, clock, milliseconds_since(clock))
+        return self._answer(self.template.frame(question), chunks, chosen, clock, milliseconds_since(clock))
 
-    def stream_from(self, question: str, chunks: Sequence[ContextChunk], **options: Any) -> AnswerStream:
-        """Answer a question from chosen passages, in the order given unless another is asked for; see `stream`."""
+    def stream_from(
+        self, question: str, chunks: Sequence[ContextChunk], frame: Frame | None = None, **options: Any
+    ) -> AnswerStream:
+        """Answer a question from chosen passages, in the order given unless another is asked for; see `stream`.
+
+        Args:
+            question: what is asked.
+            chunks: the passages.
+            frame: what stands around them. Where it begins otherwise than the prompts that states were encoded for
+                (`system_prompt`, `user_prompt`), the whole prompt is prefilled, and every chunk that has states is a
+                miss.
+            options: any of `ragcache.settings.QueryOptions`.
+        """
         clock = time.perf_counter()
         check_question(question)
         chosen = query_options(self.settings, **options | {"order": options.get("order") or "given"})
-        return self._answer(question, chunks, chosen, clock, 0.0)
+        return self._answer(frame or self.template.frame(question), chunks, chosen, clock, 0.0)
 
     def generate(self, token_ids: tuple[int, ...], **options: Any) -> AnswerStream:
         """Continue a prompt given as token ids, by a plain prefill; see `stream`."""
@@ -300,28 +314,33 @@ class RagCache:
         layout = lay_out((), [], [], "given", token_ids, self.model.context_window, chosen.max_tokens)
         return self._start(layout, [], chosen, clock, 0.0)
 
-    def find_chunk(self, chunk_id: str, title: str, text: str, score: float) -> ContextChunk:
-        """A passage from elsewhere, with stored states when the store has just this text under this id.
+    def find_chunk(self, chunk_id: str, title: str, text: str, score: float, prompt_text: str = "") -> ContextChunk:
+        """A passage from elsewhere, with stored states when the store has a chunk that reads just the same.
 
         Args:
-            chunk_id: id it may have in the store.
-            title: shown to the model when the store does not have it.
+            chunk_id: of several such chunks that of this id is taken.
+            title: shown to the model in front of it.
             text: the passage.
             score: its relevance.
+            prompt_text: what the model reads, where that is not the text below its title.
 
         Raises:
             PassageError: it is no Unicode.
         """
-        if not is_unicode(chunk_id + title + text):
+        if not is_unicode(chunk_id + title + text + prompt_text):
             raise PassageError(f"passage {chunk_id!r} holds half a surrogate pair; give valid Unicode")
-        for stored in self._store.catalog.chunks_by_id([chunk_id]) if self._store else []:
-            if stored.text.strip() == text.strip():
-                return context_chunk(RetrievedChunk(stored, score))
-        return ContextChunk(chunk_id, chunk_id, title, text, score, self.template.chunk(title, text))
+        token_ids = self.template.passage(prompt_text) if prompt_text else self.template.chunk(title, text)
+        passage = ContextChunk(chunk_id, chunk_id, title, text, score, token_ids)
+        if self._store is None:
+            return passage
+        content = state_key(self.model.fingerprint.digest, self.template.prefix, "", token_ids)
+        same = [it for it in self._store.catalog.chunks_by_id([chunk_id]) if it.content == content]
+        same += self._store.catalog.chunks_by_content([content]).values() if not same else []
+        return replace(context_chunk(RetrievedChunk(same[0], score)), chunk_id=chunk_id) if same else passage
 
     def lay_out(
         self,
-        question: str,
+        question: str | Frame,
         chunks: Sequence[ContextChunk],
         max_tokens: int,
         order: Order = "given",
@@ -330,19 +349,20 @@ class RagCache:
         """The prompt for a question and some passages, as token ids.
 
         Args:
-            question: what is asked.
+            question: what is asked, or what stands around the passages.
             chunks: the passages.
             max_tokens: room wanted for the answer.
             order: how those that fit are arranged.
             encodings: which of a chunk's encodings may be restored, if it has one of these; by default the settings'.
         """
         wanted = self.settings.encodings if encodings is None else encodings
+        frame = self.template.frame(question) if isinstance(question, str) else question
         return lay_out(
-            self.template.prefix,
+            frame.prefix,
             [chunk.token_ids for chunk in chunks],
             [chunk.candidate(wanted) for chunk in chunks],
             order,
-            self.template.question(question),
+            frame.question,
             self.model.context_window,
             max_tokens,
         )
@@ -372,13 +392,13 @@ class RagCache:
 
     def _answer(
         self,
-        question: str,
+        frame: Frame,
         chunks: Sequence[ContextChunk],
         options: QueryOptions,
         clock: float,
         retrieve_ms: float,
     ) -> AnswerStream:
-        layout = self.lay_out(question, chunks, options.max_tokens, options.order, options.encodings)
+        layout = self.lay_out(frame, chunks, options.max_tokens, options.order, options.encodings)
         return self._start(layout, chunks, options, clock, retrieve_ms)
 
     def _start(
@@ -391,7 +411,14 @@ class RagCache:
     ) -> AnswerStream:
         """Prefill a prompt; what is returned decodes."""
         kept = [chunks[index] for index in layout.kept]
+        foreign: list[Miss] = []
+        if options.reuse != "none" and chunks and layout.prefix != self.template.prefix:
+            options = options.model_copy(update={"reuse": "none"})
+            detail = "the prompt begins otherwise than those that states were encoded for, so all of it was prefilled"
+            foreign = [Miss(chunk.chunk_id, MissReason.PREFIX, detail) for chunk in kept if chunk.encodings]
         prompt = self._prepare(layout, chunks, options)
+        if self._store is not None and foreign:
+            self._store.usage.record([], 0, [miss.reason for miss in foreign])
         if options.reuse != "none" and self._store is not None:
             wanted = list(map(encoding_named, (chunk.encodings for chunk in kept), layout.encodings))
             restorable = wanted[prompt.report.remembered_chunks :]
@@ -399,7 +426,8 @@ class RagCache:
             reasons = [miss.reason for miss in prompt.report.misses]
             self._store.usage.record(keys, prompt.report.restored_chunks, reasons)
         dropped = [chunks[index].chunk_id for index in layout.dropped]
-        head = answer_head(kept, layout.encodings, dropped, prompt, options, retrieve_ms)
+        misses = [*foreign, *prompt.report.misses]
+        head = answer_head(kept, layout.encodings, dropped, prompt, misses, options, retrieve_ms)
         parameters = SamplingParameters(
             max_tokens=layout.answer_room,
             temperature=options.temperature,

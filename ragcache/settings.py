@@ -30,6 +30,8 @@ DEFAULT_SYSTEM_PROMPT = (
     "You answer questions with the help of the passages given, and say so when they do not hold the answer."
 )
 
+DEFAULT_USER_PROMPT = "Passages:\n\n{passages}Question: {question}"
+
 Reuse = Literal["composed", "exact", "none"]
 """How stored states serve a query.
 
@@ -132,7 +134,13 @@ class Settings(BaseSettings, QueryOptions):
     context: ContextName = Field("document", description="Text that a context encoding comes after")
     context_tokens: int = Field(512, ge=1, description="Length of that text, in tokens")
     contexts: int = Field(3, ge=1, le=16, description="Contexts of a chunk; its states are the mean of those in each")
-    system_prompt: str = Field(DEFAULT_SYSTEM_PROMPT, description="Start of every prompt; states depend on it")
+    system_prompt: str = Field(
+        DEFAULT_SYSTEM_PROMPT, description="Start of every prompt, may be empty; states depend on it"
+    )
+    user_prompt: str = Field(
+        DEFAULT_USER_PROMPT,
+        description="The message with {passages} and {question}; states depend on what is before the passages",
+    )
 
     # How the machine is used.
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
@@ -151,6 +159,14 @@ class Settings(BaseSettings, QueryOptions):
         default_factory=lambda: user_cache_path("ragcache"),
         description="Converted models, file digests and measured rates",
     )
+
+    @field_validator("user_prompt")
+    @classmethod
+    def _frames(cls, text: str) -> str:
+        before, _, _ = text.partition("{passages}")
+        if text.count("{passages}") != 1 or text.count("{question}") != 1 or "{question}" in before:
+            raise ValueError("it must hold {passages} once, and {question} once behind it")
+        return text
 
     @field_validator("state_folders")
     @classmethod
@@ -176,6 +192,7 @@ STORED_SETTINGS = (
     "context_tokens",
     "contexts",
     "system_prompt",
+    "user_prompt",
     "shard_format",
     "state_folders",
     "budget_megabytes",

@@ -18,6 +18,7 @@ from ragcache.model.language_model import LanguageModel
 from ragcache.prompt.order import Candidate
 from ragcache.retriever.retriever import RetrievedChunk
 from ragcache.settings import EncodingName, QueryOptions
+from ragcache.states.miss import Miss
 from ragcache.states.records import Encoding, encoding_named
 
 
@@ -174,6 +175,7 @@ def answer_head(
     encodings: Sequence[EncodingName | None],
     dropped: list[str],
     prompt: PreparedPrompt,
+    misses: Sequence[Miss],
     options: QueryOptions,
     retrieve_ms: float,
 ) -> Answer:
@@ -205,7 +207,7 @@ def answer_head(
             repair=report.repair_ms,
             prefill=report.prefill_ms,
         ),
-        misses=[MissedChunk(chunk_id=m.chunk_id, reason=m.reason, detail=m.detail) for m in report.misses],
+        misses=[MissedChunk(chunk_id=m.chunk_id, reason=m.reason, detail=m.detail) for m in misses],
         dropped=dropped,
         reuse=options.reuse,
         order=options.order,

@@ -257,8 +257,12 @@ def test_generate_is_a_plain_completion(cache: RagCache) -> None:
 
 def test_passages_from_elsewhere_are_prefilled(cache: RagCache) -> None:
     stored = cache.retrieve("ships", 1)[0].chunk
-    known = cache.find_chunk(stored.chunk_id, "ignored", f" {stored.text}\n", 0.5)
+    known = cache.find_chunk(stored.chunk_id, stored.title, stored.text, 0.5)
     assert known.encodings == stored.encodings
+    renamed = cache.find_chunk("another id", stored.title, stored.text, 0.5)
+    assert (renamed.chunk_id, renamed.encodings) == ("another id", stored.encodings)
+    assert not cache.find_chunk(stored.chunk_id, "Another title", stored.text, 0.5).encodings
+    assert not cache.find_chunk(stored.chunk_id, stored.title, f"{stored.text} ", 0.5).encodings
     changed = cache.find_chunk(stored.chunk_id, "T", "Another text under the same id.", 0.5)
     assert not changed.encodings
     answer = cache.stream_from("ships", [known, changed]).answer

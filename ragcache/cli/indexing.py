@@ -56,7 +56,8 @@ def index(
     wait: Wait = False,
 ) -> None:
     """Bring documents into a store; only what changed since the last run is encoded."""
-    from ragcache.indexer.sources import checked, open_source
+    from ragcache.indexer.documents import checked
+    from ragcache.indexer.sources import open_source
 
     settings = {
         "model": model,

@@ -13,16 +13,33 @@ the characters, not the token.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from ragcache.errors import UnsupportedModelError
+from ragcache.errors import SettingsError, UnsupportedModelError
+from ragcache.settings import DEFAULT_USER_PROMPT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-USER_TURN = "Passages:\n\n{chunks}Question: {question}"
+Messages = list[dict[str, str]]
+"""A conversation, each message with `role` and `content`."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the passages of one prompt.
+
+    Attributes:
+        prefix: ids before them.
+        question: ids after them, the question among them.
+    """
+
+    prefix: tuple[int, ...]
+    question: tuple[int, ...]
 
 
 class PromptTemplate:
@@ -32,8 +49,15 @@ class PromptTemplate:
         prefix: ids of the prefix.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str, user_prompt: str = DEFAULT_USER_PROMPT
+    ) -> None:
         """Render the chat template and cut it.
+
+        Args:
+            tokenizer: of the language model.
+            system_prompt: message that comes first; none when empty.
+            user_prompt: message after it, with `{passages}` and `{question}` behind.
 
         Raises:
             UnsupportedModelError: the template changes or drops the user's message.
@@ -42,8 +66,9 @@ class PromptTemplate:
         # Whether special tokens are looked for is a state of a tokenizer, which every call sets: two threads sharing
         # one would now and then take the template's special tokens for text. So texts have a tokenizer of their own.
         self._text_tokenizer = copy.deepcopy(tokenizer)
-        chunks_mark, question_mark = _mark("chunks", system_prompt), _mark("question", system_prompt)
-        user_turn = USER_TURN.format(chunks=chunks_mark, question=question_mark)
+        written = system_prompt + user_prompt
+        chunks_mark, question_mark = _mark("chunks", written), _mark("question", written)
+        user_turn = user_prompt.replace("{passages}", chunks_mark).replace("{question}", question_mark)
         rendered = _render(tokenizer, system_prompt, user_turn)
         before, _, rest = rendered.partition(chunks_mark)
         self._before_question, _, after_question = rest.partition(question_mark)
@@ -54,11 +79,37 @@ class PromptTemplate:
 
     def chunk(self, title: str, text: str) -> tuple[int, ...]:
         """Ids of a passage: its title, never its place, so they do not depend on where it stands."""
-        return self._plain(f"[{title}]\n{text}\n\n" if title else f"{text}\n\n")
+        return self.passage(f"[{title}]\n{text}" if title else text)
+
+    def passage(self, text: str) -> tuple[int, ...]:
+        """Ids of a passage as it is; what is between it and the next one included."""
+        return self._plain(f"{text}\n\n")
 
     def question(self, question: str) -> tuple[int, ...]:
         """Ids from the question to where the answer starts."""
         return self._plain(self._before_question + question) + self._after_question
+
+    def frame(self, question: str) -> Frame:
+        """What stands around the passages when a question is asked about them."""
+        return Frame(self.prefix, self.question(question))
+
+    def frame_of(self, messages: Callable[[str, str], Messages], question: str) -> Frame:
+        """The same of a prompt that someone else words.
+
+        Args:
+            messages: the conversation, given what stands for the passages and for the question.
+            question: what is asked; of this alone special tokens are only characters.
+
+        Raises:
+            SettingsError: the passages do not come in exactly once.
+        """
+        passages_mark, question_mark = _mark("chunks", question), _mark("question", question)
+        rendered = self.render(messages(passages_mark, question_mark))
+        before, _, after = rendered.partition(passages_mark)
+        if rendered.count(passages_mark) != 1:
+            raise SettingsError("a prompt template must hold the passages exactly once")
+        prefix = (*_leading_bos(self._tokenizer), *self._with_question(before.split(question_mark), question))
+        return Frame(prefix, self._with_question(after.split(question_mark), question))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text by itself, for splitters that count."""
@@ -77,6 +128,16 @@ class PromptTemplate:
     def formatted(self, text: str) -> tuple[int, ...]:
         """Ids of a whole prompt that already has its special tokens as text, such as from `render`."""
         return (*_leading_bos(self._tokenizer), *self._with_special_tokens(text))
+
+    def _with_question(self, texts: list[str], question: str) -> tuple[int, ...]:
+        """Ids of texts of a template with the question between them, which forms tokens with what is around it."""
+        ids: tuple[int, ...] = ()
+        for text in texts[:-1]:
+            start = max(
+                (text.rfind(it) + len(it) for it in self._tokenizer.all_special_tokens if it in text), default=0
+            )
+            ids += self._with_special_tokens(text[:start]) + self._plain(text[start:] + question)
+        return ids + self._with_special_tokens(texts[-1])
 
     def _plain(self, text: str) -> tuple[int, ...]:
         ids = self._text_tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
@@ -101,12 +162,12 @@ def _mark(name: str, system_prompt: str) -> str:
 
 def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str, user_turn: str) -> str:
     if not tokenizer.chat_template:
-        return f"{system_prompt}\n\n{user_turn}\nAnswer:"
+        return "\n\n".join(filter(None, (system_prompt, f"{user_turn}\nAnswer:")))
     with_system = [{"role": "system", "content": system_prompt}, {"role": "user", "content": user_turn}]
     # Some families have no system role (Gemma, early Mistral) and say so by raising; the instruction then opens the
     # user's turn, as their own documentation has it.
     without_system = [{"role": "user", "content": f"{system_prompt}\n\n{user_turn}"}]
-    for messages in (with_system, without_system):
+    for messages in (with_system, without_system) if system_prompt else ([with_system[1]],):
         try:
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError:

@@ -156,6 +156,14 @@ class Catalog:
         """Chunks by what they say (`ChunkRecord.content`), one of several equal ones; what is gone is left out."""
         return {chunk.content: chunk for chunk in self._chunks("chunks.content", contents)}
 
+    def documents_of(self, chunk_ids: Sequence[str]) -> dict[str, str]:
+        """Chunk id to document id; ids that are gone are left out."""
+        found: dict[str, str] = {}
+        for batch in _batches(list(chunk_ids)):
+            query = f"SELECT chunk_id, document FROM chunks WHERE chunk_id IN ({_marks(batch)})"  # noqa: S608
+            found |= dict(self.rows(query, batch))
+        return found
+
     def token_counts(self, contents: Collection[str]) -> dict[str, int]:
         """Tokens of chunks by what they say; what is gone is left out."""
         counts: dict[str, int] = {}

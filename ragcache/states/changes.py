@@ -80,7 +80,7 @@ def add_document(
         (document.id, document.source, document.title, document.signature, metadata),
     )
     connection.executemany(
-        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)", [_chunk(document, it, metadata) for it in chunks]
+        "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [_chunk(document, it, metadata) for it in chunks]
     )
     connection.executemany(
         "INSERT INTO encodings VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -95,8 +95,9 @@ def add_document(
 def _chunk(document: DocumentRecord, chunk: NewChunk, metadata: str) -> tuple[Any, ...]:
     token_ids = pack_token_ids(chunk.token_ids)
     place = (chunk.vector_id, chunk.chunk_id, document.id, chunk.ordinal)
-    checksum = chunk_checksum(*place, document.title, chunk.text, metadata, token_ids, chunk.content)
-    return (*place, chunk.text, token_ids, chunk.content, checksum)
+    more = (json.dumps(chunk.metadata), chunk.embedding_text)
+    checksum = chunk_checksum(*place, document.title, chunk.text, metadata, token_ids, chunk.content, *more)
+    return (*place, chunk.text, token_ids, chunk.content, *more, checksum)
 
 
 def _encoding(vector_id: int, encoding: NewEncoding) -> tuple[Any, ...]:

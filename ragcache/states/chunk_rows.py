@@ -22,7 +22,7 @@ from ragcache.states.schema import chunk_checksum, encoding_checksum
 
 SELECT_CHUNKS = """
 SELECT chunks.id, chunks.chunk_id, chunks.document, chunks.ordinal, documents.title, chunks.text,
-       documents.metadata, chunks.token_ids, chunks.content, chunks.checksum,
+       documents.metadata, chunks.token_ids, chunks.content, chunks.metadata, chunks.embedding_text, chunks.checksum,
        encodings.name, encodings.key, encodings.context, encodings.contexts, encodings.checksum, encodings.evicted,
        states.key, shards.folder, shards.name, shards.format, states.ranges, states.context_ids
 FROM chunks JOIN documents ON documents.id = chunks.document
@@ -33,7 +33,7 @@ LEFT JOIN states ON states.id = encodings.states LEFT JOIN shards ON shards.id =
 
 ORDER_CHUNKS = "ORDER BY chunks.id, encodings.name"
 
-_OF_CHUNK = 10
+_OF_CHUNK = 12
 """Columns that are a chunk's own."""
 
 ShardPath = Callable[[str, str], Path]
@@ -53,7 +53,7 @@ def read_chunks(rows: Iterable[tuple[Any, ...]], shard_path: ShardPath) -> Itera
 
 def _chunk(rows: list[tuple[Any, ...]], shard_path: ShardPath) -> ChunkRecord:
     *written, checksum = rows[0][:_OF_CHUNK]
-    vector_id, chunk_id, document, ordinal, title, text, metadata, token_ids, content = written
+    vector_id, chunk_id, document, ordinal, title, text, metadata, token_ids, content, own, embedding_text = written
     if chunk_checksum(*written) != checksum:
         raise ValueError(f"chunk {chunk_id} is not what was written")
     return ChunkRecord(
@@ -63,9 +63,11 @@ def _chunk(rows: list[tuple[Any, ...]], shard_path: ShardPath) -> ChunkRecord:
         ordinal=ordinal,
         title=title,
         text=text,
-        metadata=json.loads(metadata),
+        document_metadata=json.loads(metadata),
+        own_metadata=json.loads(own),
         token_ids=unpack_token_ids(token_ids),
         content=content,
+        embedding_text=embedding_text,
         encodings=tuple(
             _encoding(vector_id, row[_OF_CHUNK:], shard_path) for row in rows if row[_OF_CHUNK] is not None
         ),

@@ -20,7 +20,7 @@ import pyarrow as pa
 from ragcache.states.durable import DurableFile, file_checksum
 from ragcache.states.records import DocumentChunks, DocumentRecord, NewChunk, NewEncoding, VectorsVersion
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 SCHEMA_KEY = b"ragcache.journal"
 JOURNAL_NAME = re.compile(r"(journal|snapshot)-(\d{8,})-([0-9a-f]{16})\.arrow")
 _BATCH = 256
@@ -42,6 +42,8 @@ _CHUNK = pa.struct(
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("content", pa.string(), nullable=False),
         pa.field("encodings", pa.list_(_ENCODING), nullable=False),
+        pa.field("metadata", pa.string(), nullable=False),
+        pa.field("embedding_text", pa.string(), nullable=False),
     ]
 )
 _FIELDS = [
@@ -242,14 +244,15 @@ def _row(document: DocumentRecord, chunks: Sequence[NewChunk]) -> dict[str, Any]
     return {
         **asdict(document),
         "metadata": json.dumps(document.metadata),
-        "chunks": [asdict(chunk) for chunk in chunks],
+        "chunks": [asdict(chunk) | {"metadata": json.dumps(chunk.metadata)} for chunk in chunks],
     }
 
 
 def _chunk(row: dict[str, Any]) -> NewChunk:
     """Inverse of `dataclasses.asdict`."""
     encodings = tuple(NewEncoding(**it | {"contexts": tuple(map(tuple, it["contexts"]))}) for it in row["encodings"])
-    return NewChunk(**row | {"token_ids": tuple(row["token_ids"]), "encodings": encodings})
+    parsed = {"token_ids": tuple(row["token_ids"]), "encodings": encodings, "metadata": json.loads(row["metadata"])}
+    return NewChunk(**row | parsed)
 
 
 def _batches(documents: Iterable[DocumentChunks]) -> Iterator[list[DocumentChunks]]:

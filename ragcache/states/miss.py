@@ -33,6 +33,8 @@ class MissReason(StrEnum):
     """What the chunk was encoded after is not in the store any more."""
     IO = "io"
     """The operating system could not read the file."""
+    PREFIX = "prefix"
+    """The prompt begins otherwise than the one that the states were encoded for."""
     INEXACT = "inexact"
     """`reuse="exact"` was asked for and the states are quantised."""
 

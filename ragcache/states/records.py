@@ -121,15 +121,17 @@ class ChunkRecord:
 
     Attributes:
         vector_id: its id in the vector index; grows, and is never used again.
-        chunk_id: `<document id>#<ordinal>`.
+        chunk_id: `<document id>#<ordinal>`, or what a document that came split calls it.
         document_id: the document it is part of.
         ordinal: its place in the document, from 0.
         title: the document's title.
-        text: what is embedded and shown as a source.
-        metadata: the document's.
+        text: what is shown as a source, and embedded.
+        document_metadata: the document's.
+        own_metadata: its own beside these.
         token_ids: what the language model sees, header included. The truth: states are checked against them.
         content: names the chunk by what it says: the key of its encoding alone, whether there is one or not.
         encodings: at most one of each name; states in several contexts.
+        embedding_text: what is embedded where that is not the text; else empty.
     """
 
     vector_id: int
@@ -138,10 +140,22 @@ class ChunkRecord:
     ordinal: int
     title: str
     text: str
-    metadata: dict[str, Any]
+    document_metadata: dict[str, Any]
+    own_metadata: dict[str, Any]
     token_ids: tuple[int, ...] = field(repr=False)
     content: str
     encodings: tuple[Encoding, ...] = field(repr=False)
+    embedding_text: str = field(default="", repr=False)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The document's metadata and its own."""
+        return self.document_metadata | self.own_metadata
+
+    @property
+    def embedded(self) -> str:
+        """The text that its vectors are of."""
+        return self.embedding_text or self.text
 
     def encoding(self, name: EncodingName) -> Encoding | None:
         """Its encoding of that name, if there is one."""
@@ -158,12 +172,14 @@ class NewChunk:
 
     Attributes:
         vector_id: from `StoreWriter.new_vector_ids`.
-        chunk_id: `<document id>#<ordinal>`.
+        chunk_id: unique in the store.
         ordinal: place in its document.
         text: what is shown as a source.
         token_ids: what the language model sees.
         content: the key of its encoding alone, whether there is one or not.
         encodings: at most one of each name.
+        metadata: its own beside the document's, JSON values.
+        embedding_text: what is embedded where that is not the text; else empty.
     """
 
     vector_id: int
@@ -173,6 +189,13 @@ class NewChunk:
     token_ids: tuple[int, ...]
     content: str
     encodings: tuple[NewEncoding, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    embedding_text: str = ""
+
+    @property
+    def embedded(self) -> str:
+        """The text that its vectors are of."""
+        return self.embedding_text or self.text
 
 
 def as_written(chunk: ChunkRecord, changed: Iterable[NewEncoding] = ()) -> NewChunk:
@@ -192,6 +215,8 @@ def as_written(chunk: ChunkRecord, changed: Iterable[NewEncoding] = ()) -> NewCh
         token_ids=chunk.token_ids,
         content=chunk.content,
         encodings=tuple(encodings.values()),
+        metadata=chunk.own_metadata,
+        embedding_text=chunk.embedding_text,
     )
 
 

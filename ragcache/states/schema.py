@@ -6,7 +6,7 @@ import json
 
 import xxhash
 
-CATALOG_VERSION = 3
+CATALOG_VERSION = 4
 VECTORS_KEY = "vectors"
 RECIPE_KEY = "recipe"
 """How contexts were chosen in the last indexing run that chose them all; only where there are any."""
@@ -34,11 +34,12 @@ CREATE TABLE states (
 CREATE INDEX states_by_key ON states(key);
 CREATE INDEX states_by_shard ON states(shard);
 -- AUTOINCREMENT: an id is also the chunk's id in the vector index and must never be given out twice.
+-- metadata: the chunk's own beside the document's. embedding_text: what is embedded, '' for the text.
 CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT, chunk_id TEXT NOT NULL UNIQUE,
     document TEXT NOT NULL REFERENCES documents(id) ON DELETE CASCADE,
     ordinal INTEGER NOT NULL, text TEXT NOT NULL, token_ids BLOB NOT NULL, content TEXT NOT NULL,
-    checksum TEXT NOT NULL
+    metadata TEXT NOT NULL, embedding_text TEXT NOT NULL, checksum TEXT NOT NULL
 );
 CREATE INDEX chunks_by_document ON chunks(document);
 CREATE INDEX chunks_by_content ON chunks(content);
@@ -67,9 +68,12 @@ def chunk_checksum(
     metadata: str,
     token_ids: bytes,
     content: str,
+    own_metadata: str,
+    embedding_text: str,
 ) -> str:
     """xxh3 (64 bit, hexadecimal) of a chunk and what its document says about it, as they stand in their columns."""
-    values = json.dumps([vector_id, chunk_id, document_id, ordinal, title, text, metadata, content])
+    place = [vector_id, chunk_id, document_id, ordinal, title]
+    values = json.dumps([*place, text, metadata, content, own_metadata, embedding_text])
     return xxhash.xxh3_64_hexdigest(values.encode() + token_ids)
 
 

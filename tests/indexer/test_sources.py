@@ -8,7 +8,8 @@ import pytest
 
 from ragcache import Document
 from ragcache.errors import SourceError
-from ragcache.indexer.sources import PYDOC_TOPICS, Source, checked, open_source
+from ragcache.indexer.documents import checked
+from ragcache.indexer.sources import PYDOC_TOPICS, Source, open_source
 from tests.unprivileged import ordinary_user, reachable_folder
 
 
