@@ -54,7 +54,7 @@ def enough(cache: RagCache, tokens: int) -> list[ContextChunk]:
     """Stored chunks of at least so many tokens together."""
     chunks: list[ContextChunk] = []
     for hit in cache.retrieve(QUESTION, top_k=tokens // 32):
-        chunks.append(cache.find_chunk(hit.chunk.chunk_id, hit.chunk.title, hit.chunk.text, hit.score))
+        chunks.append(cache.answering.find_chunk(hit.chunk.chunk_id, hit.chunk.title, hit.chunk.text, hit.score))
         if sum(len(chunk.token_ids) for chunk in chunks) >= tokens:
             return chunks
     raise SystemExit(f"the corpus has fewer than {tokens} tokens")
@@ -77,7 +77,7 @@ def main() -> None:
         # Four characters a token, and some to spare.
         cache.index([Document("topics", text[: arguments.tokens * 6], "Python")])
         chunks = enough(cache, arguments.tokens)
-        layout = cache.lay_out(QUESTION, chunks, 1)
+        layout = cache.answering.lay_out(QUESTION, chunks, 1)
         runs: dict[str, list[Run]] = {way: [] for way in WAYS}
         for _ in range(arguments.repeats):
             for way, done in runs.items():

@@ -88,7 +88,7 @@ def transformers_prefill(cache: RagCache, question: str) -> float:
     from ragcache.stream import context_chunk
 
     chunks = [context_chunk(hit) for hit in cache.retrieve(question, TOP_K)]
-    token_ids = cache.model.tensor(cache.lay_out(question, chunks, MAX_TOKENS).token_ids)
+    token_ids = cache.model.tensor(cache.answering.lay_out(question, chunks, MAX_TOKENS).token_ids)
     clock = time.perf_counter()
     with torch.inference_mode(), own_attention(cache.model):
         logits = cache.model.module(input_ids=token_ids[None], use_cache=True, logits_to_keep=1).logits

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragcache.answer import Answer
-from ragcache.errors import PassageError, RagCacheError, StoreError, StoreNotFoundError
+from ragcache.answering import Answering
+from ragcache.errors import RagCacheError, StoreError, StoreNotFoundError
 from ragcache.fidelity.canary import Canary
-from ragcache.generate.engine import Engine, PreparedPrompt
-from ragcache.generate.sampling import SamplingParameters
+from ragcache.generate.engine import Engine
 from ragcache.generate.sequences import SequenceReport
 from ragcache.indexer.documents import Document
+from ragcache.indexer.nodes import AmendedDocuments, documents_of, embedding_model_of, nodes_of
 from ragcache.indexer.report import IndexReport, Progress, Silent
 from ragcache.indexing import Indexing
 from ragcache.maintenance import (
@@ -32,24 +32,26 @@ from ragcache.maintenance import (
 )
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import OnStage, load_language_model
-from ragcache.prompt.layout import Layout, lay_out
-from ragcache.prompt.repair import RepairOptions
 from ragcache.prompt.template import Frame, PromptTemplate
-from ragcache.prompt.validity import check_question, check_room, is_unicode
+from ragcache.prompt.validity import check_question, check_room
 from ragcache.restore.choice import choose_format
 from ragcache.retriever.embedding import Embedder
-from ragcache.retriever.retriever import RetrievedChunk, Retriever
-from ragcache.settings import EncodingName, Order, QueryOptions, Settings, load_settings, query_options
+from ragcache.retriever.retriever import Accept, RetrievedChunk, Retriever
+from ragcache.settings import Settings, load_settings, query_options
 from ragcache.states.canary_report import CanaryReport
 from ragcache.states.compact import CompactReport
-from ragcache.states.key import state_key
-from ragcache.states.miss import Miss, MissReason
-from ragcache.states.records import StoredStates, encoding_named
+from ragcache.states.records import StoredStates
 from ragcache.states.store import StateStore
 from ragcache.states.verify import VerifyReport
-from ragcache.stream import AnswerStream, ContextChunk, answer_head, context_chunk, milliseconds_since
+from ragcache.stream import AnswerStream, ContextChunk, context_chunk, milliseconds_since
+
+if TYPE_CHECKING:
+    from llama_index.core.indices.base import BaseIndex
+    from llama_index.core.schema import BaseNode
 
 PYTHON_SOURCE = "python"
+NODE_SOURCE = "llama-index"
+"""Names that documents are recorded under: those given as documents, and those given as nodes."""
 
 
 class RagCache:
@@ -64,6 +66,7 @@ class RagCache:
         template: texts to prompt parts.
         engine: prompts to KV.
         embedder: texts to vectors.
+        answering: passages and a question to an answer.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RagCache:
         format = choose_format(model, settings, path, store, on_stage)
         self.engine = Engine(model, self.template.prefix, settings, format, self._relocated)
         self._canary = Canary(model, self.engine.pool, settings.canary_rate)
+        self.answering = Answering(settings, model, self.template, self.engine, self._canary)
         # For those who do not call `close`: its thread must end before the interpreter does.
         weakref.finalize(self, self._canary.close)
         self._indexing = Indexing(settings, model, self.template, self.engine, embedder)
@@ -122,6 +126,37 @@ class RagCache:
         on_stage(f"loading {loaded.embedding_model}")
         embedder = Embedder(loaded.embedding_model, str(model.device), loaded.cache_folder)
         return cls(path, loaded, model, embedder, on_stage)
+
+    @classmethod
+    def from_index(
+        cls,
+        index: BaseIndex[Any],
+        path: str | Path,
+        *,
+        progress: Progress | None = None,
+        on_stage: OnStage = lambda _: None,
+        **settings: Any,
+    ) -> RagCache:
+        """Open a store and make it hold the nodes of a LlamaIndex index; what it holds already is not encoded again.
+
+        Args:
+            index: such as `VectorStoreIndex.from_documents` makes.
+            path: folder of the store.
+            progress: told how encoding goes.
+            on_stage: told what is being loaded.
+            settings: any of `ragcache.settings.Settings`. Without `embedding_model` a new store embeds with the
+                index's model, if that is a HuggingFaceEmbedding.
+
+        Raises:
+            SourceError: the index has no nodes, or they cannot be listed.
+            Others: those of `open` and `index_nodes`.
+        """
+        nodes = nodes_of(index)
+        if not StateStore.exists(Path(path)) and settings.get("embedding_model") is None:
+            settings["embedding_model"] = embedding_model_of(index)
+        cache = cls.open(path, on_stage=on_stage, **settings)
+        cache.index_nodes(nodes, remove_missing=True, progress=progress)
+        return cache
 
     @property
     def store(self) -> StateStore:
@@ -174,6 +209,54 @@ class RagCache:
         if self._store is None:
             self._attach(store)
         return report
+
+    def index_nodes(
+        self,
+        nodes: Iterable[BaseNode],
+        *,
+        amend: bool = False,
+        remove_missing: bool = False,
+        progress: Progress | None = None,
+        wait: bool = False,
+    ) -> IndexReport:
+        """Bring LlamaIndex nodes into the store, each as one chunk; those that were there are left as they are.
+
+        Args:
+            nodes: with `ref_doc_id` they are of one document, and all that it has.
+            amend: what else a document has stays.
+            remove_missing: documents that came as nodes, and of which none are given, are removed.
+            progress: told how it goes.
+            wait: until another process that is writing is done.
+
+        Raises:
+            SourceError: a node is too long for the model's context window, its metadata are no JSON, or there are no
+                nodes with text.
+            StoreError: the store cannot be written to, or another process is writing.
+        """
+        documents: Iterable[Document]
+        if amend and self._store is not None:
+            documents = AmendedDocuments(nodes, {}, self._store.catalog)
+        else:
+            documents = documents_of(nodes)
+        return self.index(documents, source=NODE_SOURCE, remove_missing=remove_missing, progress=progress, wait=wait)
+
+    def delete_nodes(self, node_ids: Collection[str], *, wait: bool = False) -> None:
+        """Take chunks out of the store by their ids; ids that are not there are ignored.
+
+        Args:
+            node_ids: of LlamaIndex nodes, or `<document id>#<ordinal>`.
+            wait: until another process that is writing is done.
+        """
+        catalog = self.store.catalog
+        removed: dict[str, list[str]] = {}
+        for node, document in catalog.documents_of(list(node_ids)).items():
+            removed.setdefault(document, []).append(node)
+        emptied = [it for it, gone in removed.items() if len(catalog.vector_ids([it])) == len(gone)]
+        shrunk = {it: gone for it, gone in removed.items() if it not in emptied}
+        if shrunk:
+            self.index(AmendedDocuments([], shrunk, catalog), source=NODE_SOURCE, wait=wait)
+        if emptied:
+            self.delete(emptied, wait=wait)
 
     def delete(
         self,
@@ -256,12 +339,20 @@ class RagCache:
     ) -> None:
         self.close()
 
-    def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
-        """The chunks nearest to a question, best first."""
+    def retrieve(
+        self, question: str | Sequence[float], top_k: int | None = None, accept: Accept | None = None
+    ) -> list[RetrievedChunk]:
+        """The chunks nearest to a question, best first.
+
+        Args:
+            question: what is asked, or its vector of unit length.
+            top_k: how many; by default the settings'.
+            accept: says whether a chunk may be among them.
+        """
         options = query_options(self.settings, top_k=top_k)
         if self._retriever is None:
             raise StoreNotFoundError(f"no store at {self.path}; index documents into it first")
-        return self._retriever.retrieve(question, options.top_k)
+        return self._retriever.retrieve(question, options.top_k, accept)
 
     def query(self, question: str, **options: Any) -> Answer:
         """Answer a question from the store; see `stream`."""
@@ -287,7 +378,7 @@ class RagCache:
         chunks = [context_chunk(hit) for hit in self.retrieve(question, chosen.top_k)]
         if not chunks:
             raise StoreError(f"{self.path} holds no passages to answer from; index documents into it first")
-        return self._answer(self.template.frame(question), chunks, chosen, clock, milliseconds_since(clock))
+        return self.answering.stream(self.template.frame(question), chunks, chosen, clock, milliseconds_since(clock))
 
     def stream_from(
         self, question: str, chunks: Sequence[ContextChunk], frame: Frame | None = None, **options: Any
@@ -305,137 +396,12 @@ class RagCache:
         clock = time.perf_counter()
         check_question(question)
         chosen = query_options(self.settings, **options | {"order": options.get("order") or "given"})
-        return self._answer(frame or self.template.frame(question), chunks, chosen, clock, 0.0)
+        return self.answering.stream(frame or self.template.frame(question), chunks, chosen, clock)
 
     def generate(self, token_ids: tuple[int, ...], **options: Any) -> AnswerStream:
         """Continue a prompt given as token ids, by a plain prefill; see `stream`."""
         clock = time.perf_counter()
-        chosen = query_options(self.settings, **options | {"reuse": "none"})
-        layout = lay_out((), [], [], "given", token_ids, self.model.context_window, chosen.max_tokens)
-        return self._start(layout, [], chosen, clock, 0.0)
-
-    def find_chunk(self, chunk_id: str, title: str, text: str, score: float, prompt_text: str = "") -> ContextChunk:
-        """A passage from elsewhere, with stored states when the store has a chunk that reads just the same.
-
-        Args:
-            chunk_id: of several such chunks that of this id is taken.
-            title: shown to the model in front of it.
-            text: the passage.
-            score: its relevance.
-            prompt_text: what the model reads, where that is not the text below its title.
-
-        Raises:
-            PassageError: it is no Unicode.
-        """
-        if not is_unicode(chunk_id + title + text + prompt_text):
-            raise PassageError(f"passage {chunk_id!r} holds half a surrogate pair; give valid Unicode")
-        token_ids = self.template.passage(prompt_text) if prompt_text else self.template.chunk(title, text)
-        passage = ContextChunk(chunk_id, chunk_id, title, text, score, token_ids)
-        if self._store is None:
-            return passage
-        content = state_key(self.model.fingerprint.digest, self.template.prefix, "", token_ids)
-        same = [it for it in self._store.catalog.chunks_by_id([chunk_id]) if it.content == content]
-        same += self._store.catalog.chunks_by_content([content]).values() if not same else []
-        return replace(context_chunk(RetrievedChunk(same[0], score)), chunk_id=chunk_id) if same else passage
-
-    def lay_out(
-        self,
-        question: str | Frame,
-        chunks: Sequence[ContextChunk],
-        max_tokens: int,
-        order: Order = "given",
-        encodings: Sequence[EncodingName] | None = None,
-    ) -> Layout:
-        """The prompt for a question and some passages, as token ids.
-
-        Args:
-            question: what is asked, or what stands around the passages.
-            chunks: the passages.
-            max_tokens: room wanted for the answer.
-            order: how those that fit are arranged.
-            encodings: which of a chunk's encodings may be restored, if it has one of these; by default the settings'.
-        """
-        wanted = self.settings.encodings if encodings is None else encodings
-        frame = self.template.frame(question) if isinstance(question, str) else question
-        return lay_out(
-            frame.prefix,
-            [chunk.token_ids for chunk in chunks],
-            [chunk.candidate(wanted) for chunk in chunks],
-            order,
-            frame.question,
-            self.model.context_window,
-            max_tokens,
-        )
-
-    def prepare(
-        self, question: str, chunks: Sequence[ContextChunk], options: QueryOptions
-    ) -> tuple[Layout, PreparedPrompt]:
-        """The prompt that an answer from chosen passages starts from; no use of states is counted.
-
-        Its cache is to be given back to `engine.pool` by whoever calls this.
-
-        Args:
-            question: what is asked.
-            chunks: passages; `kept` of the layout says which of them stand where.
-            options: all of them, whatever the settings say.
-
-        Raises:
-            QuestionError: the question is empty, or too long for the context window.
-        """
-        check_question(question)
-        layout = self.lay_out(question, chunks, options.max_tokens, options.order, options.encodings)
-        return layout, self._prepare(layout, chunks, options)
-
-    def _prepare(self, layout: Layout, chunks: Sequence[ContextChunk], options: QueryOptions) -> PreparedPrompt:
-        kept = [chunks[index] for index in layout.kept]
-        return self.engine.prepare(layout, kept, options.reuse, RepairOptions.of(options))
-
-    def _answer(
-        self,
-        frame: Frame,
-        chunks: Sequence[ContextChunk],
-        options: QueryOptions,
-        clock: float,
-        retrieve_ms: float,
-    ) -> AnswerStream:
-        layout = self.lay_out(frame, chunks, options.max_tokens, options.order, options.encodings)
-        return self._start(layout, chunks, options, clock, retrieve_ms)
-
-    def _start(
-        self,
-        layout: Layout,
-        chunks: Sequence[ContextChunk],
-        options: QueryOptions,
-        clock: float,
-        retrieve_ms: float,
-    ) -> AnswerStream:
-        """Prefill a prompt; what is returned decodes."""
-        kept = [chunks[index] for index in layout.kept]
-        foreign: list[Miss] = []
-        if options.reuse != "none" and chunks and layout.prefix != self.template.prefix:
-            options = options.model_copy(update={"reuse": "none"})
-            detail = "the prompt begins otherwise than those that states were encoded for, so all of it was prefilled"
-            foreign = [Miss(chunk.chunk_id, MissReason.PREFIX, detail) for chunk in kept if chunk.encodings]
-        prompt = self._prepare(layout, chunks, options)
-        if self._store is not None and foreign:
-            self._store.usage.record([], 0, [miss.reason for miss in foreign])
-        if options.reuse != "none" and self._store is not None:
-            wanted = list(map(encoding_named, (chunk.encodings for chunk in kept), layout.encodings))
-            restorable = wanted[prompt.report.remembered_chunks :]
-            keys = [it.key for it in restorable if it is not None and (it.states is not None or it.evicted)]
-            reasons = [miss.reason for miss in prompt.report.misses]
-            self._store.usage.record(keys, prompt.report.restored_chunks, reasons)
-        dropped = [chunks[index].chunk_id for index in layout.dropped]
-        misses = [*foreign, *prompt.report.misses]
-        head = answer_head(kept, layout.encodings, dropped, prompt, misses, options, retrieve_ms)
-        parameters = SamplingParameters(
-            max_tokens=layout.answer_room,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-            stop=options.stop,
-        )
-        return AnswerStream(self.model, self.engine, prompt, head, parameters, clock, self._canary)
+        return self.answering.generate(token_ids, query_options(self.settings, **options), clock)
 
     def _relocated(self, states: StoredStates) -> StoredStates | None:
         return self.store.catalog.relocated(states)
@@ -443,6 +409,7 @@ class RagCache:
     def _attach(self, store: StateStore) -> None:
         self._indexing.check_identity(store)
         self._store, self._retriever = store, Retriever(store, self.embedder)
+        self.answering.store = store
         self._canary.on_finding = store.usage.record_canary
         # For those who do not call `close`: at the latest when the process ends.
         weakref.finalize(self, store.usage.flush)

@@ -17,8 +17,7 @@ from ragcache.generate.sampling import SamplingParameters
 from ragcache.model.language_model import LanguageModel
 from ragcache.prompt.order import Candidate
 from ragcache.retriever.retriever import RetrievedChunk
-from ragcache.settings import EncodingName, QueryOptions
-from ragcache.states.miss import Miss
+from ragcache.settings import EncodingName, Order
 from ragcache.states.records import Encoding, encoding_named
 
 
@@ -175,13 +174,12 @@ def answer_head(
     encodings: Sequence[EncodingName | None],
     dropped: list[str],
     prompt: PreparedPrompt,
-    misses: Sequence[Miss],
-    options: QueryOptions,
+    order: Order,
     retrieve_ms: float,
 ) -> Answer:
     """The answer before its first token."""
     report = prompt.report
-    if options.reuse != "composed":
+    if prompt.reuse != "composed":
         # Only what is exact is restored: the first chunk alone, if any.
         encodings = [None if index >= report.restored_chunks else "alone" for index in range(len(kept))]
     encodings = [None if index < report.remembered_chunks else name for index, name in enumerate(encodings)]
@@ -207,10 +205,10 @@ def answer_head(
             repair=report.repair_ms,
             prefill=report.prefill_ms,
         ),
-        misses=[MissedChunk(chunk_id=m.chunk_id, reason=m.reason, detail=m.detail) for m in misses],
+        misses=[MissedChunk(chunk_id=m.chunk_id, reason=m.reason, detail=m.detail) for m in report.misses],
         dropped=dropped,
-        reuse=options.reuse,
-        order=options.order,
+        reuse=prompt.reuse,
+        order=order,
         finish_reason=FinishReason.LENGTH,
     )
 

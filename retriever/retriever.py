@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ragcache.errors import VectorsError
 from ragcache.retriever.embedding import Embedder
-from ragcache.retriever.vectors import VectorIndex
+from ragcache.retriever.vectors import VectorIndex, Vectors
 from ragcache.states.records import NO_VECTORS, ChunkRecord, VectorsVersion
 from ragcache.states.store import StateStore
+
+Accept = Callable[[ChunkRecord], bool]
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,47 @@ class Retriever:
         self._version = NO_VECTORS
         self._index = VectorIndex.empty(embedder.dimension)
 
-    def retrieve(self, question: str, top_k: int) -> list[RetrievedChunk]:
+    def retrieve(
+        self, question: str | Sequence[float], top_k: int, accept: Accept | None = None
+    ) -> list[RetrievedChunk]:
         """The `top_k` best chunks, best first; fewer when the store holds fewer.
 
+        Args:
+            question: what is asked, or its vector of unit length.
+            top_k: how many.
+            accept: says whether a chunk may be among them.
+
         Raises:
+            VectorsError: the vector is of another length than the store's.
             StoreError: the catalog or the vector index is missing or damaged.
         """
-        vector = self._embedder.question(question)
+        vector = self._vector(question)
+        wanted = top_k
+        while True:
+            found, all_of_them = self._nearest(vector, wanted)
+            accepted = [it for it in found if accept is None or accept(it.chunk)]
+            if len(accepted) >= top_k or all_of_them:
+                return accepted[:top_k]
+            wanted *= 4
+
+    def _vector(self, question: str | Sequence[float]) -> Vectors:
+        if isinstance(question, str):
+            return self._embedder.question(question)
+        if len(question) != self._embedder.dimension:
+            raise VectorsError(
+                f"the question's vector has {len(question)} numbers, and those of {self._embedder.name} have "
+                f"{self._embedder.dimension}; embed questions with that model"
+            )
+        return np.asarray([question], dtype=np.float32)
+
+    def _nearest(self, vector: Vectors, count: int) -> tuple[list[RetrievedChunk], bool]:
+        """The nearest chunks, and whether these are all that there are."""
         while True:
             index, version = self._current_index()
-            hits = dict(index.search(vector, top_k))
+            hits = dict(index.search(vector, count))
             chunks = self._store.catalog.chunks_by_vector(list(hits))
             if len(chunks) == len(hits):
-                return [RetrievedChunk(chunk, hits[chunk.vector_id]) for chunk in chunks]
+                return [RetrievedChunk(chunk, hits[chunk.vector_id]) for chunk in chunks], len(hits) < count
             # Fewer chunks than hits: a commit came in between search and look-up. Ask the new index.
             if self._store.catalog.vectors() == version:
                 raise self._store.catalog.damaged("chunks are missing")

@@ -139,17 +139,17 @@ class TestRestoring:
         shards = {states.shard for it in chunks for name in ("alone", "context") if (states := states_of(it, name))}
         both.compact(0.0)
         assert not any(shard.exists() for shard in shards)
-        given = [both.find_chunk(it.chunk_id, it.title, it.text, 1.0) for it in chunks]
+        given = [both.answering.find_chunk(it.chunk_id, it.title, it.text, 1.0) for it in chunks]
         names: list[EncodingName] = ["alone" if index % 2 else "context" for index in range(len(chunks))]
-        layout = replace(both.lay_out("ships", given, 4), encodings=tuple(names))
+        layout = replace(both.answering.lay_out("ships", given, 4), encodings=tuple(names))
         report = both.engine.prepare(layout, chunks, "composed").report
         assert not report.misses
         assert report.restored_chunks == len(chunks)
 
     def test_only_alone_in_first_place_is_exact(self, both: RagCache) -> None:
         chunks = chunks_of(both)[:3]
-        given = [both.find_chunk(it.chunk_id, it.title, it.text, 1.0) for it in chunks]
-        layout = both.lay_out("ships", given, 4, encodings=["context"])
+        given = [both.answering.find_chunk(it.chunk_id, it.title, it.text, 1.0) for it in chunks]
+        layout = both.answering.lay_out("ships", given, 4, encodings=["context"])
         exact = both.engine.prepare(layout, given, "exact")
         assert exact.report.restored_tokens == len(chunks[0].token_ids)
         plain = both.engine.prepare(layout, given, "none")

@@ -164,7 +164,9 @@ class TestCompact:
         old = {states.shard for chunk in chunks if (states := states_of(chunk))}
         cache.compact(0.0)
         assert not any(path.exists() for path in old)
-        layout = cache.lay_out(QUESTION, [cache.find_chunk(it.chunk_id, it.title, it.text, 1.0) for it in chunks], 4)
+        layout = cache.answering.lay_out(
+            QUESTION, [cache.answering.find_chunk(it.chunk_id, it.title, it.text, 1.0) for it in chunks], 4
+        )
         report = cache.engine.prepare(layout, chunks, "composed").report
         assert not report.misses
         assert report.restored_chunks == len(chunks)

@@ -257,13 +257,13 @@ def test_generate_is_a_plain_completion(cache: RagCache) -> None:
 
 def test_passages_from_elsewhere_are_prefilled(cache: RagCache) -> None:
     stored = cache.retrieve("ships", 1)[0].chunk
-    known = cache.find_chunk(stored.chunk_id, stored.title, stored.text, 0.5)
+    known = cache.answering.find_chunk(stored.chunk_id, stored.title, stored.text, 0.5)
     assert known.encodings == stored.encodings
-    renamed = cache.find_chunk("another id", stored.title, stored.text, 0.5)
+    renamed = cache.answering.find_chunk("another id", stored.title, stored.text, 0.5)
     assert (renamed.chunk_id, renamed.encodings) == ("another id", stored.encodings)
-    assert not cache.find_chunk(stored.chunk_id, "Another title", stored.text, 0.5).encodings
-    assert not cache.find_chunk(stored.chunk_id, stored.title, f"{stored.text} ", 0.5).encodings
-    changed = cache.find_chunk(stored.chunk_id, "T", "Another text under the same id.", 0.5)
+    assert not cache.answering.find_chunk(stored.chunk_id, "Another title", stored.text, 0.5).encodings
+    assert not cache.answering.find_chunk(stored.chunk_id, stored.title, f"{stored.text} ", 0.5).encodings
+    changed = cache.answering.find_chunk(stored.chunk_id, "T", "Another text under the same id.", 0.5)
     assert not changed.encodings
     answer = cache.stream_from("ships", [known, changed]).answer
     assert [(m.chunk_id, m.reason) for m in answer.misses] == [(stored.chunk_id, "not_stored")]
@@ -322,7 +322,7 @@ def test_documents_of_other_types(cache: RagCache, documents: Any) -> None:
 
 def test_passages_that_are_no_unicode(cache: RagCache) -> None:
     with pytest.raises(PassageError, match="surrogate"):
-        cache.find_chunk("id", "title", "half a pair: \ud800", 1.0)
+        cache.answering.find_chunk("id", "title", "half a pair: \ud800", 1.0)
 
 
 def test_one_id_may_be_deleted_by_itself(cache: RagCache) -> None:

@@ -64,7 +64,7 @@ def reference_answer(cache: RagCache, token_ids: list[int]) -> list[int]:
 def test_an_exact_chunk_gives_the_answer_of_a_full_prefill(cache: RagCache, topic: str) -> None:
     question = QUESTIONS[topic]
     chunk = context_chunk(cache.retrieve(question, 1)[0])
-    layout = cache.lay_out(question, [chunk], ANSWER_TOKENS)
+    layout = cache.answering.lay_out(question, [chunk], ANSWER_TOKENS)
 
     prompt = cache.engine.prepare(layout, [chunk], "exact")
     assert prompt.report.restored_tokens == len(chunk.token_ids)
@@ -82,7 +82,7 @@ def test_exact_over_several_chunks_gives_the_answer_of_none(cache: RagCache, top
     """The first chunk is restored, the others are prefilled behind it."""
     question = QUESTIONS[topic]
     chunks = [context_chunk(hit) for hit in cache.retrieve(question, 2)]
-    layout = cache.lay_out(question, chunks, ANSWER_TOKENS)
+    layout = cache.answering.lay_out(question, chunks, ANSWER_TOKENS)
     kept = [chunks[index] for index in layout.kept]
     assert len(kept) == 2
 
@@ -145,7 +145,7 @@ def test_int8_states_change_the_next_token_distribution_little(
     divergences = []
     for topic in list(QUESTIONS)[:8]:
         chunks = [context_chunk(hit) for hit in int8.retrieve(QUESTIONS[topic], 3)]
-        layout = int8.lay_out(QUESTIONS[topic], chunks, 1)
+        layout = int8.answering.lay_out(QUESTIONS[topic], chunks, 1)
         stored = int8.engine.prepare(layout, chunks, "composed")
         raw = cache.store.catalog.chunks_by_id([chunk.chunk_id for chunk in chunks])
         exact = cache.engine.prepare(layout, raw, "composed")

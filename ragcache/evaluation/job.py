@@ -112,6 +112,6 @@ def _check_room(cache: RagCache, asked: Sequence[Asked], max_tokens: int) -> Non
     """See that all questions have room in the context window, before hours are spent on those that come before."""
     for it in asked:
         try:
-            cache.lay_out(it.question.text, it.chunks, max_tokens)
+            cache.answering.lay_out(it.question.text, it.chunks, max_tokens)
         except QuestionError as error:
             raise EvaluationError(f"{it.question.text[:SHOWN]!r} cannot be asked: {error}") from error

@@ -96,11 +96,11 @@ class Measurement:
 
     def warm_up(self, asked: Asked) -> None:
         """Run a full prefill as long as those to come, so that the first one is not slower than the others."""
-        layout = self._cache.lay_out(asked.question.text, asked.chunks, self._max_tokens)
+        layout = self._cache.answering.lay_out(asked.question.text, asked.chunks, self._max_tokens)
         self._reference(layout)
 
     def _composed(self, asked: Asked, setting: Setting) -> tuple[Layout, PreparedPrompt]:
-        return self._cache.prepare(asked.question.text, asked.chunks, setting.query(self._max_tokens))
+        return self._cache.answering.prepare(asked.question.text, asked.chunks, setting.query(self._max_tokens))
 
     def _reference(self, layout: Layout) -> Reference:
         whole = Layout((), (), (), (), (), tuple(layout.token_ids), layout.answer_room)

@@ -72,6 +72,7 @@ class PreparedPrompt:
         logits: after its last token, `[vocabulary]`.
         layout: what stands where in it.
         exact: all of its KV are as a full prefill gives them.
+        reuse: how stored states served it.
         report: how it got there.
     """
 
@@ -79,6 +80,7 @@ class PreparedPrompt:
     logits: Tensor
     layout: Layout
     exact: bool
+    reuse: Reuse
     report: PromptReport
 
 
@@ -128,6 +130,7 @@ class Engine:
             CertificationError: on this device KV are not restored as on a CPU.
         """
         self._model = model
+        self._prefix_ids = prefix
         self.pool = CachePool(model)
         self.sequences = SequenceMemory(model, prefix, settings.sequence_megabytes * 2**20)
         # What a repair takes is known from here on, if not well.
@@ -153,7 +156,8 @@ class Engine:
 
         Args:
             layout: the prompt. Where the states of a `context` encoding turn out unusable before they are read, those
-                of the `alone` encoding take their place.
+                of the `alone` encoding take their place. Where its prefix is not the one that states were encoded
+                after, none are used, and every chunk that has some is a miss.
             chunks: what is known of the layout's chunks.
             reuse: see `ragcache.settings.Reuse`.
             repair: which of the chunks' tokens are computed again; only where chunks are composed.
@@ -185,6 +189,9 @@ class Engine:
     def _fill(
         self, cache: KVCache, layout: Layout, chunks: Sequence[PromptChunk], reuse: Reuse, repair: RepairOptions
     ) -> PreparedPrompt:
+        foreign: list[Miss] = []
+        if reuse != "none" and layout.prefix != self._prefix_ids:
+            reuse, foreign = "none", [_foreign(chunk) for chunk in chunks if chunk.encodings]
         placements = [
             _placement(chunk, token_ids, start, "alone" if reuse == "exact" else name)
             for chunk, token_ids, start, name in zip(
@@ -218,6 +225,7 @@ class Engine:
             layout,
             reuse != "composed"
             or (prefilled.repaired_tokens == spans.most and (not spans.first_exact or self._is_exact(placements))),
+            reuse,
             PromptReport(
                 prefix_tokens=0 if reuse == "none" else len(layout.prefix),
                 restored_chunks=restored.restored_chunks,
@@ -226,7 +234,7 @@ class Engine:
                 remembered_chunks=remembered,
                 remembered_tokens=remembered_tokens,
                 repaired_tokens=prefilled.repaired_tokens,
-                misses=restored.misses if inexact is None else [inexact],
+                misses=foreign or (restored.misses if inexact is None else [inexact]),
                 read_ms=restored.read_ms,
                 restore_ms=restored.restore_ms,
                 repair_ms=prefilled.repair_ms,
@@ -244,6 +252,11 @@ def _placement(chunk: PromptChunk, token_ids: tuple[int, ...], start: int, name:
     alone = encoding_named(chunk.encodings, "alone")
     otherwise = alone if name == "context" and alone is not None and alone.states is not None else None
     return Placement(chunk.chunk_id, token_ids, start, encoding_named(chunk.encodings, name), otherwise)
+
+
+def _foreign(chunk: PromptChunk) -> Miss:
+    detail = "the prompt begins otherwise than those that states were encoded for, so all of it was prefilled"
+    return Miss(chunk.chunk_id, MissReason.PREFIX, detail)
 
 
 def _exact(placements: Sequence[Placement]) -> tuple[list[Placement], Miss | None]:

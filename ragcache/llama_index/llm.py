@@ -92,7 +92,7 @@ class RagCacheLLM(CustomLLM):
         node = scored.node
         title = str(node.metadata.get("title") or node.metadata.get("file_name") or "")
         text = node.get_content(metadata_mode=MetadataMode.NONE)
-        return self._cache.find_chunk(node.node_id, title, text, scored.score or 0.0)
+        return self._cache.answering.find_chunk(node.node_id, title, text, scored.score or 0.0)
 
     def _generate(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> AnswerStream:
         text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)

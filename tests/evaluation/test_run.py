@@ -60,7 +60,7 @@ def test_figures_are_those_of_plain_prefills_one_token_at_a_time(cache: RagCache
     # Another order is another prompt, with another full prefill.
     assert other.chunk_ids != record.chunk_ids
     assert sorted(other.chunk_ids) == sorted(record.chunk_ids)
-    layout, prompt = cache.prepare(QUESTIONS[0].text, asked.chunks, PLAIN.query(4))
+    layout, prompt = cache.answering.prepare(QUESTIONS[0].text, asked.chunks, PLAIN.query(4))
     ids = list(layout.token_ids)
     rows: list[torch.Tensor] = []
     composed: list[torch.Tensor] = []

@@ -53,7 +53,7 @@ def prompt_of(model: LanguageModel, *chunk: int) -> PreparedPrompt:
     cache = model.new_cache(512)
     logits = forward(model, [Segment(model.tensor([*layout.token_ids]), cache)])[0]
     forward(model, [Segment(model.tensor([*ANSWER]), cache)])
-    return PreparedPrompt(cache, logits, layout, False, PromptReport(0, 0, 0, len(layout.token_ids)))
+    return PreparedPrompt(cache, logits, layout, False, "composed", PromptReport(0, 0, 0, len(layout.token_ids)))
 
 
 def test_what_is_found_is_what_a_full_prefill_says(open_tiny: Callable[..., RagCache]) -> None:
@@ -64,7 +64,7 @@ def test_what_is_found_is_what_a_full_prefill_says(open_tiny: Callable[..., RagC
         cache._canary.wait()
 
         chunks = [context_chunk(hit) for hit in cache.retrieve(QUESTION, 4)]
-        layout, prompt = cache.prepare(QUESTION, chunks, cache.settings)
+        layout, prompt = cache.answering.prepare(QUESTION, chunks, cache.settings)
         plain = engine.prepare(layout, chunks, "none")
         token_ids: list[int] = []
         for _ in range(answer.tokens.generated):

@@ -30,7 +30,7 @@ def opened(open_tiny: OpenTiny) -> RagCache:
 
 def prompt_of(cache: RagCache, top_k: int) -> tuple[Layout, list[ContextChunk]]:
     chunks = [context_chunk(hit) for hit in cache.retrieve(QUESTION, top_k)]
-    return cache.lay_out(QUESTION, chunks, 8), chunks
+    return cache.answering.lay_out(QUESTION, chunks, 8), chunks
 
 
 def prepare(

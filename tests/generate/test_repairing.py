@@ -81,7 +81,7 @@ def prompt_of(cache: RagCache, chunks: int = 7) -> Prompt:
     every = cache.store.catalog.chunks_by_vector(list(range(1, 100)))
     # Neighbours in the prompt were none in their documents.
     chosen = [context_chunk(RetrievedChunk(every[index * 3 % len(every)], 1.0)) for index in range(chunks)]
-    return Prompt(cache, chosen, cache.lay_out(QUESTION, chosen, 8))
+    return Prompt(cache, chosen, cache.answering.lay_out(QUESTION, chosen, 8))
 
 
 def check_kv(prepared: PreparedPrompt, expected: KVCache) -> None:

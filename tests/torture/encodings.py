@@ -124,7 +124,7 @@ class EncodingCheck:
     def _differences(self, chunk: ChunkRecord, name: EncodingName, passage: Passage) -> Iterator[str]:
         """Whether a prompt of that chunk alone is as it should be."""
         given = [context_chunk(RetrievedChunk(chunk, 1.0))]
-        layout = self.cache.lay_out(QUESTION, given, max_tokens=1, encodings=[name])
+        layout = self.cache.answering.lay_out(QUESTION, given, max_tokens=1, encodings=[name])
         prompt = self.cache.engine.prepare(layout, given, "composed")
         self.cache.engine.pool.give_back(prompt.cache)
         if layout.encodings != (name,) or prompt.report.misses:

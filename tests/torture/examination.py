@@ -229,7 +229,7 @@ class Examination:
     ) -> None:
         """The prompt's logits are those after states that the model computes anew, whatever is stored."""
         given = [context_chunk(hit) for hit in hits]
-        layout = cache.lay_out(question, given, max_tokens=4)
+        layout = cache.answering.lay_out(question, given, max_tokens=4)
         kept = [given[index] for index in layout.kept]
         prompt = cache.engine.prepare(layout, kept, "composed")
         named = zip(kept, layout.encodings, strict=True)
