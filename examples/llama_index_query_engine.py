@@ -24,7 +24,7 @@ def main() -> None:
 
     cache = RagCache.open(arguments.store)
     engine = RetrieverQueryEngine(
-        retriever=RagCacheRetriever(cache, top_k=3),
+        retriever=RagCacheRetriever(cache, similarity_top_k=3),
         response_synthesizer=RagCacheSynthesizer(RagCacheLLM(cache, max_tokens=64)),
     )
     response = engine.query(arguments.question)

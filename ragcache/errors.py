@@ -63,7 +63,7 @@ class StoreLockedError(StoreError):
 
 
 class VectorsError(StoreError):
-    """The vector index of a store is missing or damaged; the next indexing run makes it anew."""
+    """The vector index of a store is missing or damaged, or vectors are those of another embedding model."""
 
 
 class QuestionError(RagCacheError):

@@ -6,16 +6,23 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.errors import UnsupportedModelError
+from ragcache.errors import UnsupportedModelError, VectorsError
 from ragcache.model.digest import file_digest
 from ragcache.model.quiet import no_progress_bars
 from ragcache.model.resolve import resolve, weight_files
 
+if TYPE_CHECKING:
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+
 Vectors = NDArray[np.float32]
+
+SAME = 0.98
+"""Least cosine of a text's vectors of one model; on other devices and in other precisions they differ a little."""
 
 
 class Embedder:
@@ -77,6 +84,27 @@ class Embedder:
         owners = [index for index, parts in enumerate(windows) for _ in parts]
         vectors = self._model.get_text_embedding_batch([part for parts in windows for part in parts])
         return owners, np.asarray(vectors, dtype=np.float32).reshape(len(owners), self.dimension)
+
+    @property
+    def llama_index(self) -> BaseEmbedding:
+        """The same model for LlamaIndex."""
+        model: BaseEmbedding = self._model
+        return model
+
+    def check_same(self, text: str, vector: Sequence[float]) -> None:
+        """Make sure that a vector of a text is this model's.
+
+        Raises:
+            VectorsError: it is not.
+        """
+        own = np.asarray(self._model.get_text_embedding(text), dtype=np.float32)
+        given = np.asarray(vector, dtype=np.float32)
+        alike = given.shape == own.shape and np.dot(own, given) >= SAME * np.linalg.norm(own) * np.linalg.norm(given)
+        if not alike:
+            raise VectorsError(
+                f"the vectors given are not those of {self.name}, which the store embeds with; embed with the same "
+                "model: embed_model of the vector store, or open the store with that embedding_model"
+            )
 
     def question(self, question: str) -> Vectors:
         """Embed a question, `[1, dimension]`; some models put an instruction in front of it."""

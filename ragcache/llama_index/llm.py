@@ -17,6 +17,7 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
 from ragcache.answer import Answer
+from ragcache.indexer.nodes import prompt_text
 from ragcache.pipeline import RagCache
 from ragcache.stream import AnswerStream, ContextChunk
 
@@ -92,7 +93,7 @@ class RagCacheLLM(CustomLLM):
         node = scored.node
         title = str(node.metadata.get("title") or node.metadata.get("file_name") or "")
         text = node.get_content(metadata_mode=MetadataMode.NONE)
-        return self._cache.answering.find_chunk(node.node_id, title, text, scored.score or 0.0)
+        return self._cache.answering.find_chunk(node.node_id, title, text, scored.score or 0.0, prompt_text(node))
 
     def _generate(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> AnswerStream:
         text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)

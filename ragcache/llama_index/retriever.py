@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
+from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.vector_stores.types import MetadataFilters
 
+from ragcache.llama_index.filters import matches
+from ragcache.llama_index.nodes import as_node
+from ragcache.llama_index.vector_store import RagCacheVectorStore
 from ragcache.pipeline import RagCache
-from ragcache.retriever.retriever import RetrievedChunk
 
 
 class RagCacheRetriever(BaseRetriever):
-    """Retrieves from a store; node ids are chunk ids, so the synthesizer finds their states."""
+    """Retrieves from a store.
 
-    def __init__(self, cache: RagCache, top_k: int | None = None, **kwargs: Any) -> None:
-        """Wrap an opened store; `top_k` defaults to the store's setting."""
+    A chunk that came as a node is that node again. One that was split from a document here is a node whose id is the
+    chunk's.
+    """
+
+    def __init__(
+        self,
+        cache: RagCache,
+        similarity_top_k: int | None = None,
+        filters: MetadataFilters | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Wrap an opened store.
+
+        Args:
+            cache: the store.
+            similarity_top_k: how many nodes; by default the store's `top_k`.
+            filters: what their metadata must satisfy.
+            kwargs: go to LlamaIndex's `BaseRetriever`.
+        """
         super().__init__(**kwargs)
         self._cache = cache
-        self._top_k = top_k
+        self._similarity_top_k = similarity_top_k
+        self._filters = filters
+
+    def as_vector_store(self) -> RagCacheVectorStore:
+        """The store behind this retriever, for LlamaIndex's indexes and ingestion pipelines."""
+        return RagCacheVectorStore(self._cache)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return [_node(hit) for hit in self._cache.retrieve(query_bundle.query_str, self._top_k)]
+        filters = self._filters
+        accept = None if filters is None else lambda chunk: matches(filters, chunk.metadata)
+        hits = self._cache.retrieve(self._asked(query_bundle), self._similarity_top_k, accept)
+        return [NodeWithScore(node=as_node(self._cache, hit.chunk), score=hit.score) for hit in hits]
 
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await asyncio.to_thread(self._retrieve, query_bundle)
 
-def _node(hit: RetrievedChunk) -> NodeWithScore:
-    chunk = hit.chunk
-    node = TextNode(
-        id_=chunk.chunk_id,
-        text=chunk.text,
-        metadata={**chunk.metadata, "title": chunk.title},
-        relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.document_id)},
-    )
-    return NodeWithScore(node=node, score=hit.score)
+    def _asked(self, query: QueryBundle) -> str | Sequence[float]:
+        """The question, or a vector where its maker gave one or has more than one text embedded (as HyDE does)."""
+        if query.embedding is not None:
+            return query.embedding
+        if query.embedding_strs == [query.query_str]:
+            return query.query_str
+        mean = np.concatenate([self._cache.embedder.question(text) for text in query.embedding_strs]).mean(axis=0)
+        return list((mean / np.linalg.norm(mean)).tolist())

@@ -27,7 +27,7 @@ def llm(cache: RagCache) -> RagCacheLLM:
 def engine(cache: RagCache, llm: RagCacheLLM, **kwargs: object) -> RetrieverQueryEngine:
     streaming = bool(kwargs.pop("streaming", False))
     return RetrieverQueryEngine(
-        retriever=RagCacheRetriever(cache, top_k=3),
+        retriever=RagCacheRetriever(cache, similarity_top_k=3),
         response_synthesizer=RagCacheSynthesizer(llm, streaming=streaming),
         **kwargs,  # type: ignore[arg-type]
     )
@@ -62,7 +62,7 @@ def test_async(cache: RagCache, llm: RagCacheLLM) -> None:
 
 
 def test_postprocessors_may_drop_and_reorder(cache: RagCache, llm: RagCacheLLM) -> None:
-    nodes = RagCacheRetriever(cache, top_k=3).retrieve(QUESTION)
+    nodes = RagCacheRetriever(cache, similarity_top_k=3).retrieve(QUESTION)
     cutoff = (nodes[0].score or 0) - 1e-6
     query_engine = engine(cache, llm, node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=cutoff)])
     assert len(query_engine.query(QUESTION).source_nodes) == 1
@@ -74,7 +74,7 @@ def test_postprocessors_may_drop_and_reorder(cache: RagCache, llm: RagCacheLLM) 
 
 
 def test_a_node_from_elsewhere_is_prefilled(cache: RagCache, llm: RagCacheLLM) -> None:
-    nodes = RagCacheRetriever(cache, top_k=1).retrieve(QUESTION)
+    nodes = RagCacheRetriever(cache, similarity_top_k=1).retrieve(QUESTION)
     stranger = NodeWithScore(node=TextNode(id_="elsewhere", text="The ferry Aurora passed at noon."), score=0.3)
     response = RagCacheSynthesizer(llm).synthesize(QueryBundle(QUESTION), [*nodes, stranger])
     assert response.metadata is not None
@@ -84,7 +84,7 @@ def test_a_node_from_elsewhere_is_prefilled(cache: RagCache, llm: RagCacheLLM) -
 
 
 def test_a_changed_node_of_a_known_id_is_not_served_from_old_states(cache: RagCache, llm: RagCacheLLM) -> None:
-    (node,) = RagCacheRetriever(cache, top_k=1).retrieve(QUESTION)
+    (node,) = RagCacheRetriever(cache, similarity_top_k=1).retrieve(QUESTION)
     edited = NodeWithScore(node=TextNode(id_=node.node_id, text="Not a single ship passed."), score=1.0)
     response = RagCacheSynthesizer(llm).synthesize(QUESTION, [edited])
     assert response.metadata is not None
