@@ -2,31 +2,72 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from llama_index.core.base.llms.types import CompletionResponse, CompletionResponseAsyncGen, CompletionResponseGen
 from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTextType
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
+from ragcache.errors import RagCacheError, SettingsError
 from ragcache.llama_index.llm import RagCacheLLM
-from ragcache.stream import AnswerStream
+from ragcache.llama_index.prompts import default_template
+from ragcache.states.miss import MissReason
+
+TEMPLATE = "text_qa_template"
+UNSUPPORTED = ("output_cls", "multimodal")
+
+_logger = logging.getLogger(__name__)
 
 
 class RagCacheSynthesizer(BaseSynthesizer):
-    """Answers from nodes with KV restored from stored states.
+    """Answers from nodes with KV restored from stored states, all of them in one prompt.
 
-    Nodes may have been reordered or dropped by postprocessors, or come from elsewhere: one without stored states is
-    prefilled from its text. `response.metadata["ragcache"]` of a response that is not streamed says what was restored.
+    Nodes may have been reordered, edited or dropped by postprocessors, or come from elsewhere: one without stored
+    states is prefilled from its text. `response.metadata["ragcache"]` says what was restored, of a streamed response
+    once it is read.
     """
 
-    def __init__(self, llm: RagCacheLLM, streaming: bool = False, **kwargs: Any) -> None:
-        """Answer with `llm`; `kwargs` go to LlamaIndex's `BaseSynthesizer`."""
+    def __init__(
+        self,
+        llm: RagCacheLLM,
+        text_qa_template: BasePromptTemplate | None = None,
+        streaming: bool = False,
+        store_missing: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Answer with an LLM.
+
+        Args:
+            llm: with the store. Its query options say how nodes are arranged and repaired, and how long answers are.
+            text_qa_template: words the prompt, with `{context_str}` and `{query_str}`; by default the store's own.
+                Stored states serve it only where its text before `{context_str}` is the store's; see
+                `ragcache.llama_index.prompt_settings`.
+            streaming: answers come piece by piece.
+            store_missing: nodes without states are stored, after the answer and beside what follows.
+            kwargs: go to LlamaIndex's `BaseSynthesizer`: `empty_response`, `callback_manager`.
+
+        Raises:
+            SettingsError: the LLM is another one, the template cannot be filled, or an argument is not supported.
+        """
+        if not isinstance(llm, RagCacheLLM):
+            raise SettingsError(f"a RagCacheSynthesizer answers with a RagCacheLLM, not with {type(llm).__name__}")
+        if refused := [name for name in UNSUPPORTED if kwargs.get(name)]:
+            raise SettingsError(f"{refused[0]} is not supported: the model answers in text, from text")
         super().__init__(llm=llm, streaming=streaming, **kwargs)
         self._ragcache_llm = llm
+        self._store_missing = store_missing
+        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ragcache-store")
+        self._stored: list[Future[None]] = []
+        self._template: BasePromptTemplate | None = None
+        if text_qa_template is not None:
+            self._use(text_qa_template)
 
     def synthesize(
         self,
@@ -66,13 +107,11 @@ class RagCacheSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """Answer from nodes; from bare texts when called without them."""
-        nodes = scored_nodes if scored_nodes is not None else _as_nodes(text_chunks)
+        nodes, report = _nodes(scored_nodes, text_chunks), {} if report is None else report
         if self._streaming:
-            return _pieces(self._ragcache_llm.stream_with_nodes(query_str, nodes))
-        response = self._ragcache_llm.complete_with_nodes(query_str, nodes)
-        if report is not None:
-            report.update(response.raw["ragcache"])
-        return str(response.text)
+            responses = self._ragcache_llm.stream_complete_with_nodes(query_str, nodes, self._template)
+            return self._pieces(responses, nodes, report)
+        return self._finished(self._ragcache_llm.complete_with_nodes(query_str, nodes, self._template), nodes, report)
 
     async def aget_response(
         self,
@@ -82,31 +121,88 @@ class RagCacheSynthesizer(BaseSynthesizer):
         report: dict[str, Any] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """As `get_response`, in a worker thread."""
-        response = await asyncio.to_thread(self.get_response, query_str, text_chunks, scored_nodes, report)
-        return _apieces(response) if isinstance(response, Generator) else response
+        """As `get_response`, on a worker thread."""
+        nodes, report = _nodes(scored_nodes, text_chunks), {} if report is None else report
+        if self._streaming:
+            responses = await self._ragcache_llm.astream_complete_with_nodes(query_str, nodes, self._template)
+            return self._apieces(responses, nodes, report)
+        response = await self._ragcache_llm.acomplete_with_nodes(query_str, nodes, self._template)
+        return self._finished(response, nodes, report)
+
+    def wait_stored(self) -> None:
+        """Wait until nodes that were missing so far are stored (`store_missing`)."""
+        wait(self._stored)
+        self._stored = []
+
+    def _pieces(
+        self, responses: CompletionResponseGen, nodes: Sequence[NodeWithScore], report: dict[str, Any]
+    ) -> Generator[str, None, None]:
+        response = None
+        try:
+            for response in responses:
+                yield response.delta or ""
+        finally:
+            responses.close()
+        if response is not None:
+            self._finished(response, nodes, report)
+
+    async def _apieces(
+        self, responses: CompletionResponseAsyncGen, nodes: Sequence[NodeWithScore], report: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        response = None
+        try:
+            async for response in responses:
+                yield response.delta or ""
+        finally:
+            await responses.aclose()
+        if response is not None:
+            self._finished(response, nodes, report)
+
+    def _finished(self, response: CompletionResponse, nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> str:
+        """The text of a whole response; what it says of itself goes into the report."""
+        report.update(dict(response.raw or {})["ragcache"])
+        if self._store_missing:
+            missing = {it["chunk_id"] for it in report["misses"] if it["reason"] == MissReason.NOT_STORED}
+            if chosen := [scored for scored in nodes if scored.node.node_id in missing]:
+                self._stored = [it for it in self._stored if not it.done()]
+                self._stored.append(self._keeper.submit(self._keep, chosen))
+        return response.text
+
+    def _keep(self, nodes: Sequence[NodeWithScore]) -> None:
+        try:
+            self._ragcache_llm.cache.index_nodes([scored.node for scored in nodes], amend=True, wait=True)
+        except RagCacheError as error:
+            _logger.warning("nodes without states were not stored, and will be prefilled again: %s", error)
 
     def _get_prompts(self) -> PromptDictType:
-        return {}
+        return {TEMPLATE: self._template or default_template(self._ragcache_llm.cache.settings)}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
-        """The prompt's prefix is part of what states depend on: it is set when the store is made."""
+        if TEMPLATE in prompts:
+            self._use(prompts[TEMPLATE])
+
+    def _use(self, template: BasePromptTemplate) -> None:
+        """Word prompts by a template, and say so if stored states cannot serve it."""
+        own = self._ragcache_llm.cache.template.prefix
+        prefix = self._ragcache_llm.frame(template, "?").prefix
+        self._template = template
+        if prefix != own:
+            _logger.warning(
+                "the text_qa_template begins otherwise than the prompts that this store's chunks were encoded for (%d "
+                "tokens before the passages, not these %d), so their states cannot serve it: answers are right, but "
+                "every prompt is prefilled as a whole. To restore, make a store for the template: "
+                "RagCache.open(path, **prompt_settings(template)), and index into it",
+                len(prefix),
+                len(own),
+            )
 
 
-def _as_nodes(texts: Sequence[str]) -> list[NodeWithScore]:
-    return [NodeWithScore(node=TextNode(text=text), score=0.0) for text in texts]
-
-
-def _pieces(stream: AnswerStream) -> Generator[str, None, None]:
-    yield from stream
-
-
-async def _apieces(pieces: Generator[str, None, None]) -> AsyncGenerator[str, None]:
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
+def _nodes(scored: Sequence[NodeWithScore] | None, texts: Sequence[str]) -> Sequence[NodeWithScore]:
+    return scored if scored is not None else [NodeWithScore(node=TextNode(text=text), score=0.0) for text in texts]
 
 
 def _with_report(response: RESPONSE_TYPE, report: dict[str, Any]) -> RESPONSE_TYPE:
-    if report and response.metadata is not None:
+    """A response that says what was restored; of a stream once it is read."""
+    if response.metadata is not None:
         response.metadata["ragcache"] = report
     return response

@@ -25,10 +25,6 @@ from ragcache.settings import DEFAULT_USER_PROMPT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, str]]
-"""A conversation, each message with `role` and `content`."""
-
-
 @dataclass(frozen=True)
 class Frame:
     """What stands around the passages of one prompt.
@@ -93,20 +89,21 @@ class PromptTemplate:
         """What stands around the passages when a question is asked about them."""
         return Frame(self.prefix, self.question(question))
 
-    def frame_of(self, messages: Callable[[str, str], Messages], question: str) -> Frame:
+    def frame_of(self, rendered: Callable[[str, str], str], question: str) -> Frame:
         """The same of a prompt that someone else words.
 
         Args:
-            messages: the conversation, given what stands for the passages and for the question.
+            rendered: a whole prompt with its special tokens as text, such as from `render`, given what stands for the
+                passages and for the question in it.
             question: what is asked; of this alone special tokens are only characters.
 
         Raises:
             SettingsError: the passages do not come in exactly once.
         """
         passages_mark, question_mark = _mark("chunks", question), _mark("question", question)
-        rendered = self.render(messages(passages_mark, question_mark))
-        before, _, after = rendered.partition(passages_mark)
-        if rendered.count(passages_mark) != 1:
+        prompt = rendered(passages_mark, question_mark)
+        before, _, after = prompt.partition(passages_mark)
+        if prompt.count(passages_mark) != 1:
             raise SettingsError("a prompt template must hold the passages exactly once")
         prefix = (*_leading_bos(self._tokenizer), *self._with_question(before.split(question_mark), question))
         return Frame(prefix, self._with_question(after.split(question_mark), question))
