@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any
 
+from llama_index.core.base.llms.types import CompletionResponseAsyncGen, CompletionResponseGen
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTextType
@@ -13,7 +13,6 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from ragcache.llama_index.llm import RagCacheLLM
-from ragcache.stream import AnswerStream
 
 
 class RagCacheSynthesizer(BaseSynthesizer):
@@ -68,10 +67,10 @@ class RagCacheSynthesizer(BaseSynthesizer):
         """Answer from nodes; from bare texts when called without them."""
         nodes = scored_nodes if scored_nodes is not None else _as_nodes(text_chunks)
         if self._streaming:
-            return _pieces(self._ragcache_llm.stream_with_nodes(query_str, nodes))
+            return _pieces(self._ragcache_llm.stream_complete_with_nodes(query_str, nodes))
         response = self._ragcache_llm.complete_with_nodes(query_str, nodes)
         if report is not None:
-            report.update(response.raw["ragcache"])
+            report.update(dict(response.raw or {})["ragcache"])
         return str(response.text)
 
     async def aget_response(
@@ -83,8 +82,13 @@ class RagCacheSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """As `get_response`, in a worker thread."""
-        response = await asyncio.to_thread(self.get_response, query_str, text_chunks, scored_nodes, report)
-        return _apieces(response) if isinstance(response, Generator) else response
+        nodes = scored_nodes if scored_nodes is not None else _as_nodes(text_chunks)
+        if self._streaming:
+            return _apieces(await self._ragcache_llm.astream_complete_with_nodes(query_str, nodes))
+        response = await self._ragcache_llm.acomplete_with_nodes(query_str, nodes)
+        if report is not None:
+            report.update(dict(response.raw or {})["ragcache"])
+        return str(response.text)
 
     def _get_prompts(self) -> PromptDictType:
         return {}
@@ -97,13 +101,14 @@ def _as_nodes(texts: Sequence[str]) -> list[NodeWithScore]:
     return [NodeWithScore(node=TextNode(text=text), score=0.0) for text in texts]
 
 
-def _pieces(stream: AnswerStream) -> Generator[str, None, None]:
-    yield from stream
+def _pieces(responses: CompletionResponseGen) -> Generator[str, None, None]:
+    for response in responses:
+        yield response.delta or ""
 
 
-async def _apieces(pieces: Generator[str, None, None]) -> AsyncGenerator[str, None]:
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
+async def _apieces(responses: CompletionResponseAsyncGen) -> AsyncGenerator[str, None]:
+    async for response in responses:
+        yield response.delta or ""
 
 
 def _with_report(response: RESPONSE_TYPE, report: dict[str, Any]) -> RESPONSE_TYPE:
