@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from llama_index.core import PromptTemplate
-from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
-from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
@@ -97,42 +94,3 @@ def test_no_nodes_is_llamaindex_own_empty_response(llm: RagCacheLLM) -> None:
 
 def test_bare_texts(llm: RagCacheLLM) -> None:
     assert RagCacheSynthesizer(llm).get_response(QUESTION, ["The ferry passed.", "The tug passed."])
-
-
-class TestOrdinaryLLM:
-    def test_complete_and_stream(self, llm: RagCacheLLM) -> None:
-        whole = llm.complete("Hello")
-        *pieces, last = llm.stream_complete("Hello")
-        assert whole.text == last.text == "".join(piece.delta or "" for piece in pieces)
-        assert whole.raw["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert last.raw["usage"] == whole.raw["usage"]
-
-    def test_chat_uses_the_template_once(self, cache: RagCache, llm: RagCacheLLM) -> None:
-        messages = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Hello")]
-        response = llm.chat(messages)
-        rendered = cache.template.render([{"role": m.role.value, "content": m.content or ""} for m in messages])
-        ids = cache.template.formatted(rendered)
-        assert response.raw["usage"]["prompt_tokens"] == len(ids)
-        assert response.message.content == cache.generate(ids).answer.answer
-        assert llm.complete("Hello").text == llm.chat([ChatMessage(role="user", content="Hello")]).message.content
-
-    def test_options_of_one_call(self, llm: RagCacheLLM) -> None:
-        assert llm.complete("Hello", max_tokens=2).raw["usage"]["completion_tokens"] == 2
-        options = {"temperature": 5.0, "max_tokens": 12}
-        first, again = (llm.complete("Hello", seed=1, **options).text for _ in range(2))
-        assert first == again != llm.complete("Hello", seed=2, **options).text
-
-    def test_predict(self, llm: RagCacheLLM) -> None:
-        assert llm.predict(PromptTemplate("Say {word}"), word="hello") == llm.complete("Say hello").text
-
-    def test_metadata(self, cache: RagCache, llm: RagCacheLLM) -> None:
-        assert llm.metadata.context_window == cache.model.context_window
-        assert llm.metadata.is_chat_model
-        assert "cache" not in llm.to_dict()
-
-    def test_tokens_are_counted(self, llm: RagCacheLLM) -> None:
-        counter = TokenCountingHandler()
-        llm.callback_manager = CallbackManager([counter])
-        usage = llm.complete("Hello").raw["usage"]
-        assert counter.prompt_llm_token_count == usage["prompt_tokens"]
-        assert counter.completion_llm_token_count == usage["completion_tokens"]
