@@ -3,8 +3,8 @@
 pip install llama-index-llms-huggingface
 python examples/llama_index_quickstart.py --store /tmp/quickstart
 
-The first run encodes the documents, some pages of the Python reference, about two minutes on 2 cores. `with_ragcache` is
-`plain` but for two lines.
+The first run encodes the documents, some pages of the Python reference, about two minutes on 2 cores. What `plain` and
+`with_ragcache` differ in are two lines.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ QUESTIONS = (
 )
 TOP_K = 5
 MAX_TOKENS = 48
+HUGGINGFACE = {"context_window": 8192, "is_chat_model": True, "generate_kwargs": {"do_sample": False}}
 
 
 class Asked(NamedTuple):
@@ -49,7 +50,7 @@ class Asked(NamedTuple):
 def plain(documents: list[Document], model: str, store: Path) -> BaseQueryEngine:
     """What a user has today."""
     index = VectorStoreIndex.from_documents(documents)
-    llm = HuggingFaceLLM(model, model, 8192, MAX_TOKENS, is_chat_model=True, generate_kwargs={"do_sample": False})
+    llm = HuggingFaceLLM(model_name=model, tokenizer_name=model, max_new_tokens=MAX_TOKENS, **HUGGINGFACE)
     return index.as_query_engine(similarity_top_k=TOP_K, streaming=True, llm=llm)
 
 

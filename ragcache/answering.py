@@ -42,7 +42,9 @@ class Answering:
     canary: Canary
     store: StateStore | None = None
 
-    def find_chunk(self, chunk_id: str, title: str, text: str, score: float, prompt_text: str = "") -> ContextChunk:
+    def find_chunk(
+        self, chunk_id: str, title: str, text: str, score: float, prompt_text: str | None = None
+    ) -> ContextChunk:
         """A passage from elsewhere, with stored states when the store has a chunk that reads just the same.
 
         Args:
@@ -55,9 +57,9 @@ class Answering:
         Raises:
             PassageError: it is no Unicode.
         """
-        if not is_unicode(chunk_id + title + text + prompt_text):
+        if not is_unicode(chunk_id + title + text + (prompt_text or "")):
             raise PassageError(f"passage {chunk_id!r} holds half a surrogate pair; give valid Unicode")
-        token_ids = self.template.passage(prompt_text) if prompt_text else self.template.chunk(title, text)
+        token_ids = self.template.chunk(title, text) if prompt_text is None else self.template.passage(prompt_text)
         passage = ContextChunk(chunk_id, chunk_id, title, text, score, token_ids)
         if self.store is None:
             return passage

@@ -15,6 +15,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms.llm import LLM
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index_instrumentation import get_dispatcher
 
@@ -24,8 +25,10 @@ from ragcache.indexer.nodes import prompt_text
 from ragcache.llama_index.background import BackgroundStream, in_background
 from ragcache.llama_index.events import Call, OpenStream
 from ragcache.llama_index.messages import ChatPrompts
+from ragcache.llama_index.prompts import formatted
 from ragcache.pipeline import RagCache
-from ragcache.prompt.validity import is_unicode
+from ragcache.prompt.template import Frame
+from ragcache.prompt.validity import check_question, is_unicode
 from ragcache.settings import QueryOptions, query_options
 from ragcache.stream import AnswerStream, ContextChunk
 
@@ -179,12 +182,20 @@ class RagCacheLLM(LLM):
         return await call.astream(lambda: _aopen(self._chat(messages, kwargs), _as_chat))
 
     @_dispatcher.span
-    def complete_with_nodes(self, prompt: str, nodes: Sequence[NodeWithScore], **kwargs: Any) -> CompletionResponse:
+    def complete_with_nodes(
+        self,
+        prompt: str,
+        nodes: Sequence[NodeWithScore],
+        text_qa_template: BasePromptTemplate | None = None,
+        **kwargs: Any,
+    ) -> CompletionResponse:
         """Answer a question from nodes, with KV restored from stored states.
 
         Args:
             prompt: the question.
             nodes: passages, in the order in which they stand in the prompt; one without stored states is prefilled.
+            text_qa_template: words the prompt, with `{context_str}` and `{query_str}`; by default the store's own. With
+                another text before `{context_str}` than the store's the whole prompt is prefilled.
             kwargs: any query options but `top_k`. With `order` the nodes are arranged otherwise.
 
         Raises:
@@ -193,31 +204,55 @@ class RagCacheLLM(LLM):
             PassageError: the text of a node is no Unicode.
         """
         call = Call.completion(self, prompt, kwargs)
-        return call.run(lambda: _whole(self._from_nodes(prompt, nodes, kwargs), _same))
+        return call.run(lambda: _whole(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
 
     @_dispatcher.span
     def stream_complete_with_nodes(
-        self, prompt: str, nodes: Sequence[NodeWithScore], **kwargs: Any
+        self,
+        prompt: str,
+        nodes: Sequence[NodeWithScore],
+        text_qa_template: BasePromptTemplate | None = None,
+        **kwargs: Any,
     ) -> Generator[CompletionResponse, None, None]:
         """Answer from nodes piece by piece; all is restored when this returns. See `complete_with_nodes`."""
         call = Call.completion(self, prompt, kwargs)
-        return call.stream(lambda: _open(self._from_nodes(prompt, nodes, kwargs), _same))
+        return call.stream(lambda: _open(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
 
     @_dispatcher.span
     async def acomplete_with_nodes(
-        self, prompt: str, nodes: Sequence[NodeWithScore], **kwargs: Any
+        self,
+        prompt: str,
+        nodes: Sequence[NodeWithScore],
+        text_qa_template: BasePromptTemplate | None = None,
+        **kwargs: Any,
     ) -> CompletionResponse:
         """Answer from nodes on a worker thread. See `complete_with_nodes`."""
         call = Call.completion(self, prompt, kwargs)
-        return await call.arun(lambda: _awhole(self._from_nodes(prompt, nodes, kwargs), _same))
+        return await call.arun(lambda: _awhole(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
 
     @_dispatcher.span
     async def astream_complete_with_nodes(
-        self, prompt: str, nodes: Sequence[NodeWithScore], **kwargs: Any
+        self,
+        prompt: str,
+        nodes: Sequence[NodeWithScore],
+        text_qa_template: BasePromptTemplate | None = None,
+        **kwargs: Any,
     ) -> AsyncGenerator[CompletionResponse, None]:
         """Answer from nodes piece by piece on a worker thread. See `complete_with_nodes`."""
         call = Call.completion(self, prompt, kwargs)
-        return await call.astream(lambda: _aopen(self._from_nodes(prompt, nodes, kwargs), _same))
+        return await call.astream(lambda: _aopen(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
+
+    def frame(self, text_qa_template: BasePromptTemplate, question: str) -> Frame:
+        """What stands around passages in a prompt that a template words.
+
+        Raises:
+            SettingsError: it cannot be filled with passages and a question alone.
+        """
+
+        def rendered(passages: str, asked: str) -> str:
+            return self._prompts.messages_to_prompt(formatted(text_qa_template, passages, asked, self))
+
+        return self._cache.template.frame_of(rendered, question)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> RagCacheLLM:
         # A model is not to be in memory twice because somebody copies what refers to it.
@@ -243,11 +278,19 @@ class RagCacheLLM(LLM):
 
         return start
 
-    def _from_nodes(self, question: str, nodes: Sequence[NodeWithScore], kwargs: dict[str, Any]) -> Start:
+    def _from_nodes(
+        self,
+        question: str,
+        nodes: Sequence[NodeWithScore],
+        template: BasePromptTemplate | None,
+        kwargs: dict[str, Any],
+    ) -> Start:
         options = self._options(kwargs, NODE_OPTIONS)
 
         def start() -> AnswerStream:
-            return self._cache.stream_from(question, [self._chunk(node) for node in nodes], **options)
+            check_question(question)
+            frame = None if template is None else self.frame(template, question)
+            return self._cache.stream_from(question, [self._chunk(node) for node in nodes], frame, **options)
 
         return start
 

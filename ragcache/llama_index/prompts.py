@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, LLMMetadata, MessageRole
+from llama_index.core.llms.llm import LLM
+from llama_index.core.llms.mock import MockLLM
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate
 
 from ragcache.errors import SettingsError
-from ragcache.llama_index.llm import RagCacheLLM
 from ragcache.settings import Settings, load_settings
 
 
@@ -26,14 +27,18 @@ def prompt_settings(text_qa_template: BasePromptTemplate) -> dict[str, Any]:
     Raises:
         SettingsError: it is of another kind.
     """
-    messages = formatted(text_qa_template, "{passages}", "{question}", _any_chat_model())
+    messages = formatted(text_qa_template, "{passages}", "{question}", _ChatModel(max_tokens=None))
     *system, user = messages or [ChatMessage(role=MessageRole.USER, content="")]
     if [it.role for it in system] not in ([], [MessageRole.SYSTEM]) or user.role != MessageRole.USER:
         roles = ", ".join(message.role.value for message in messages)
         raise SettingsError(
-            f"a store can be made for a template of one message of the user, and one of the system before, not for {roles}"
+            "a store can be made for a template of one message of the user, and one of the system before, not for "
+            f"{roles}"
         )
-    settings = {"system_prompt": system[0].content or "" if system else "", "user_prompt": user.content or ""}
+    settings: dict[str, Any] = {
+        "system_prompt": system[0].content or "" if system else "",
+        "user_prompt": user.content or "",
+    }
     load_settings(**settings)
     return settings
 
@@ -45,7 +50,7 @@ def default_template(settings: Settings) -> ChatPromptTemplate:
     return ChatPromptTemplate(message_templates=[*system, ChatMessage(role=MessageRole.USER, content=user)])
 
 
-def formatted(template: BasePromptTemplate, passages: str, question: str, llm: RagCacheLLM) -> list[ChatMessage]:
+def formatted(template: BasePromptTemplate, passages: str, question: str, llm: LLM) -> list[ChatMessage]:
     """The messages of a template for some passages and a question.
 
     Raises:
@@ -60,6 +65,10 @@ def formatted(template: BasePromptTemplate, passages: str, question: str, llm: R
         ) from error
 
 
-def _any_chat_model() -> RagCacheLLM:
+class _ChatModel(MockLLM):
     """What templates that differ by model look at."""
-    return RagCacheLLM.model_construct(context_window=1, model_name="", max_tokens=1)
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """As of a RagCacheLLM."""
+        return LLMMetadata(is_chat_model=True)

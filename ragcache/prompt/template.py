@@ -25,6 +25,7 @@ from ragcache.settings import DEFAULT_USER_PROMPT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 @dataclass(frozen=True)
 class Frame:
     """What stands around the passages of one prompt.
