@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import closing
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import Any, NoReturn
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -19,22 +18,17 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index_instrumentation import get_dispatcher
 
-from ragcache.answer import Answer
 from ragcache.errors import QuestionError, SettingsError
 from ragcache.indexer.nodes import prompt_text
-from ragcache.llama_index.background import BackgroundStream, in_background
-from ragcache.llama_index.events import Call, OpenStream
+from ragcache.llama_index.events import Call
 from ragcache.llama_index.messages import ChatPrompts
 from ragcache.llama_index.prompts import formatted
+from ragcache.llama_index.responses import Start, aopened, as_chat, as_completion, awhole, opened, whole
 from ragcache.pipeline import RagCache
 from ragcache.prompt.template import Frame
 from ragcache.prompt.validity import check_question, is_unicode
 from ragcache.settings import QueryOptions, query_options
 from ragcache.stream import AnswerStream, ContextChunk
-
-R = TypeVar("R")
-Start = Callable[[], AnswerStream]
-Convert = Callable[[CompletionResponse], R]
 
 PLAIN_OPTIONS = ("max_tokens", "temperature", "top_p", "seed", "stop")
 """Query options that a call without nodes takes."""
@@ -130,26 +124,26 @@ class RagCacheLLM(LLM):
             QuestionError: the prompt is empty, no Unicode, or too long for the context window.
         """
         call = Call.completion(self, prompt, kwargs)
-        return call.run(lambda: _whole(self._completion(prompt, formatted, kwargs), _same))
+        return call.run(lambda: whole(self._completion(prompt, formatted, kwargs), as_completion))
 
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> Generator[CompletionResponse, None, None]:
         """Complete a prompt piece by piece; it is prefilled when this returns. See `complete`."""
         call = Call.completion(self, prompt, kwargs)
-        return call.stream(lambda: _open(self._completion(prompt, formatted, kwargs), _same))
+        return call.stream(lambda: opened(self._completion(prompt, formatted, kwargs), as_completion))
 
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a prompt on a worker thread. See `complete`."""
         call = Call.completion(self, prompt, kwargs)
-        return await call.arun(lambda: _awhole(self._completion(prompt, formatted, kwargs), _same))
+        return await call.arun(lambda: awhole(self._completion(prompt, formatted, kwargs), as_completion))
 
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> AsyncGenerator[CompletionResponse, None]:
         """Complete a prompt piece by piece on a worker thread; the first is there when this returns. See `complete`."""
         call = Call.completion(self, prompt, kwargs)
-        return await call.astream(lambda: _aopen(self._completion(prompt, formatted, kwargs), _same))
+        return await call.astream(lambda: aopened(self._completion(prompt, formatted, kwargs), as_completion))
 
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer the last of some messages by a plain prefill.
@@ -164,22 +158,22 @@ class RagCacheLLM(LLM):
                 take, or they are too long for the context window.
         """
         call = Call.chat(self, messages, kwargs)
-        return call.run(lambda: _whole(self._chat(messages, kwargs), _as_chat))
+        return call.run(lambda: whole(self._chat(messages, kwargs), as_chat))
 
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> Generator[ChatResponse, None, None]:
         """Answer messages piece by piece; they are prefilled when this returns. See `chat`."""
         call = Call.chat(self, messages, kwargs)
-        return call.stream(lambda: _open(self._chat(messages, kwargs), _as_chat))
+        return call.stream(lambda: opened(self._chat(messages, kwargs), as_chat))
 
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages on a worker thread. See `chat`."""
         call = Call.chat(self, messages, kwargs)
-        return await call.arun(lambda: _awhole(self._chat(messages, kwargs), _as_chat))
+        return await call.arun(lambda: awhole(self._chat(messages, kwargs), as_chat))
 
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> AsyncGenerator[ChatResponse, None]:
         """Answer messages piece by piece on a worker thread; the first is there when this returns. See `chat`."""
         call = Call.chat(self, messages, kwargs)
-        return await call.astream(lambda: _aopen(self._chat(messages, kwargs), _as_chat))
+        return await call.astream(lambda: aopened(self._chat(messages, kwargs), as_chat))
 
     @_dispatcher.span
     def complete_with_nodes(
@@ -204,7 +198,7 @@ class RagCacheLLM(LLM):
             PassageError: the text of a node is no Unicode.
         """
         call = Call.completion(self, prompt, kwargs)
-        return call.run(lambda: _whole(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
+        return call.run(lambda: whole(self._from_nodes(prompt, nodes, text_qa_template, kwargs), as_completion))
 
     @_dispatcher.span
     def stream_complete_with_nodes(
@@ -216,7 +210,7 @@ class RagCacheLLM(LLM):
     ) -> Generator[CompletionResponse, None, None]:
         """Answer from nodes piece by piece; all is restored when this returns. See `complete_with_nodes`."""
         call = Call.completion(self, prompt, kwargs)
-        return call.stream(lambda: _open(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
+        return call.stream(lambda: opened(self._from_nodes(prompt, nodes, text_qa_template, kwargs), as_completion))
 
     @_dispatcher.span
     async def acomplete_with_nodes(
@@ -228,7 +222,7 @@ class RagCacheLLM(LLM):
     ) -> CompletionResponse:
         """Answer from nodes on a worker thread. See `complete_with_nodes`."""
         call = Call.completion(self, prompt, kwargs)
-        return await call.arun(lambda: _awhole(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
+        return await call.arun(lambda: awhole(self._from_nodes(prompt, nodes, text_qa_template, kwargs), as_completion))
 
     @_dispatcher.span
     async def astream_complete_with_nodes(
@@ -240,7 +234,9 @@ class RagCacheLLM(LLM):
     ) -> AsyncGenerator[CompletionResponse, None]:
         """Answer from nodes piece by piece on a worker thread. See `complete_with_nodes`."""
         call = Call.completion(self, prompt, kwargs)
-        return await call.astream(lambda: _aopen(self._from_nodes(prompt, nodes, text_qa_template, kwargs), _same))
+        return await call.astream(
+            lambda: aopened(self._from_nodes(prompt, nodes, text_qa_template, kwargs), as_completion)
+        )
 
     def frame(self, text_qa_template: BasePromptTemplate, question: str) -> Frame:
         """What stands around passages in a prompt that a template words.
@@ -337,71 +333,3 @@ def _normalised(options: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in options.items() if value is not None}
     stop = given.get("stop")
     return given | {"stop": (stop,)} if isinstance(stop, str) else given
-
-
-def _whole(start: Start, convert: Convert[R]) -> R:
-    with closing(start()) as pieces:
-        return convert(_response(pieces.answer))
-
-
-def _open(start: Start, convert: Convert[R]) -> OpenStream[R]:
-    pieces = start()
-    return OpenStream(map(convert, _responses(pieces)), pieces.close)
-
-
-async def _awhole(start: Start, convert: Convert[R]) -> R:
-    def work() -> Generator[R | None, None, None]:
-        with closing(start()) as pieces:
-            for _ in pieces:
-                yield None
-            yield convert(_response(pieces.answer))
-
-    return await in_background(work)
-
-
-async def _aopen(start: Start, convert: Convert[R]) -> BackgroundStream[R]:
-    def work() -> Generator[R, None, None]:
-        with closing(start()) as pieces:
-            yield from map(convert, _responses(pieces))
-
-    stream = BackgroundStream(work)
-    await stream.ready()
-    return stream
-
-
-def _responses(pieces: AnswerStream) -> Generator[CompletionResponse, None, None]:
-    text = ""
-    for piece in pieces:
-        text += piece
-        yield CompletionResponse(text=text, delta=piece)
-    last = _response(pieces.answer)
-    last.delta = ""
-    yield last
-
-
-def _response(answer: Answer) -> CompletionResponse:
-    prompt_tokens = answer.tokens.prompt
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": answer.tokens.generated,
-        "total_tokens": prompt_tokens + answer.tokens.generated,
-        "prompt_tokens_details": {"cached_tokens": prompt_tokens - answer.tokens.prefilled},
-    }
-    return CompletionResponse(
-        text=answer.answer,
-        raw={"usage": usage, "ragcache": answer.model_dump(mode="json")},
-        additional_kwargs={"finish_reason": answer.finish_reason.value},
-    )
-
-
-def _same(response: CompletionResponse) -> CompletionResponse:
-    return response
-
-
-def _as_chat(response: CompletionResponse) -> ChatResponse:
-    return ChatResponse(
-        message=ChatMessage(role=MessageRole.ASSISTANT, content=response.text),
-        delta=response.delta,
-        raw=response.raw,
-        additional_kwargs=response.additional_kwargs,
-    )

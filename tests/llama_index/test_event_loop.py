@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragcache import RagCache
 from ragcache.llama_index import RagCacheLLM, RagCacheRetriever, RagCacheSynthesizer
@@ -26,13 +25,6 @@ MOST_SECONDS = 0.05
 """How long the loop may be held up."""
 
 BEAT = 0.005
-
-
-class ThreadedRetriever(RagCacheRetriever):
-    """Retrieves in a thread: what is looked at here is what comes after."""
-
-    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return await asyncio.to_thread(self._retrieve, query_bundle)
 
 
 async def longest_hold_up(work: Callable[[], Awaitable[object]]) -> float:
@@ -68,7 +60,7 @@ class TestTheLoopIsNotHeldUp:
     def hold_up(self, cache: RagCache, max_tokens: int) -> float:
         """The best of three, for other processes may take the cores at any time. The first has all first-call costs."""
         engine = RetrieverQueryEngine(
-            retriever=ThreadedRetriever(cache, top_k=4),
+            retriever=RagCacheRetriever(cache, similarity_top_k=4),
             response_synthesizer=RagCacheSynthesizer(RagCacheLLM(cache, max_tokens=max_tokens)),
         )
 
@@ -158,7 +150,7 @@ class TestCancellation:
         asyncio.run(ask())
 
     def test_of_a_query(self, cache: RagCache, llm: RagCacheLLM, generations: Generations) -> None:
-        engine = RetrieverQueryEngine(ThreadedRetriever(cache, top_k=2), RagCacheSynthesizer(llm))
+        engine = RetrieverQueryEngine(RagCacheRetriever(cache, similarity_top_k=2), RagCacheSynthesizer(llm))
 
         async def ask() -> None:
             with pytest.raises(asyncio.TimeoutError):

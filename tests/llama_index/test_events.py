@@ -36,7 +36,7 @@ def llm(cache: RagCache, callbacks: Callbacks) -> RagCacheLLM:
 
 @pytest.fixture
 def nodes(cache: RagCache) -> list[NodeWithScore]:
-    return RagCacheRetriever(cache, top_k=2).retrieve("Which ships passed?")
+    return RagCacheRetriever(cache, similarity_top_k=2).retrieve("Which ships passed?")
 
 
 def of(kind: str, *ends: str) -> list[str]:

@@ -37,7 +37,7 @@ def llm(cache: RagCache) -> RagCacheLLM:
 
 @pytest.fixture
 def nodes(cache: RagCache) -> list[NodeWithScore]:
-    return RagCacheRetriever(cache, top_k=3).retrieve(QUESTION)
+    return RagCacheRetriever(cache, similarity_top_k=3).retrieve(QUESTION)
 
 
 def raw(response: Response) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_every_token_that_ends_an_answer(cache: RagCache, llm: RagCacheLLM) -> N
     assert second["ragcache"]["finish_reason"] == "length"
     ids = cache.template.formatted(cache.template.render([{"role": "user", "content": "Hello"}]))
     generated = list(_tokens(cache, ids))
-    cache.model = replace(cache.model, eos_ids=cache.model.eos_ids | {generated[2]})
+    cache.answering.model = replace(cache.model, eos_ids=cache.model.eos_ids | {generated[2]})
     response = llm.complete("Hello")
     assert response.additional_kwargs == {"finish_reason": "stop"}
     assert raw(response)["usage"]["completion_tokens"] == generated.index(generated[2]) + 1
