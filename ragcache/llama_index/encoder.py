@@ -80,7 +80,9 @@ class StateEncoder(TransformComponent):
             raise SettingsError("give a StateEncoder either an opened store or the path of one")
         if cache is not None:
             path, settings = cache.path, cache.settings.model_dump(mode="json")
-        more.pop("class_name", None)
+        # What `to_dict` says besides.
+        for name in ("class_name", "store"):
+            more.pop(name, None)
         super().__init__(path=str(Path(path or "").absolute()), settings=(settings or {}) | more, amend=amend)
         self._handle = _Handle(cache)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from llama_index.core.base.llms.types import ChatMessage, LLMMetadata, MessageRole
 from llama_index.core.llms.llm import LLM
 from llama_index.core.llms.mock import MockLLM
@@ -58,7 +59,7 @@ def formatted(template: BasePromptTemplate, passages: str, question: str, llm: L
     """
     try:
         return template.format_messages(llm=llm, context_str=passages, query_str=question)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TemplateError) as error:
         raise SettingsError(
             f"the text_qa_template cannot be filled with context_str and query_str alone: {error}; give values for the "
             "rest with partial_format"

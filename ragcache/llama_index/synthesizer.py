@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from llama_index.core import Settings
 from llama_index.core.base.llms.types import CompletionResponse, CompletionResponseAsyncGen, CompletionResponseGen
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.prompts import BasePromptTemplate
@@ -60,6 +61,9 @@ class RagCacheSynthesizer(BaseSynthesizer):
             raise SettingsError(f"a RagCacheSynthesizer answers with a RagCacheLLM, not with {type(llm).__name__}")
         if refused := [name for name in UNSUPPORTED if kwargs.get(name)]:
             raise SettingsError(f"{refused[0]} is not supported: the model answers in text, from text")
+        if kwargs.get("callback_manager") is None and not llm.callback_manager.handlers:
+            # Where LlamaIndex makes a synthesizer, it does so itself.
+            kwargs["callback_manager"] = Settings.callback_manager
         super().__init__(llm=llm, streaming=streaming, **kwargs)
         self._ragcache_llm = llm
         self._store_missing = store_missing

@@ -134,9 +134,10 @@ class RagCacheVectorStore(BasePydanticVectorStore):
             raise SettingsError("the query holds neither query_str nor query_embedding; give one")
 
         def accept(chunk: ChunkRecord) -> bool:
+            # An index over a store that holds texts gives no ids, as an empty list.
             return (
-                (query.node_ids is None or chunk.chunk_id in query.node_ids)
-                and (query.doc_ids is None or chunk.document_id in query.doc_ids)
+                (not query.node_ids or chunk.chunk_id in query.node_ids)
+                and (not query.doc_ids or chunk.document_id in query.doc_ids)
                 and matches(query.filters, chunk.metadata)
             )
 

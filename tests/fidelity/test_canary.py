@@ -253,7 +253,7 @@ def test_sums() -> None:
 
 def test_the_cache_of_a_prompt_that_waits_is_nobody_elses(cache: RagCache) -> None:
     pool = cache.engine.pool
-    cache._canary = canary = Waiting(cache.model, pool)
+    cache.answering.canary = canary = Waiting(cache.model, pool)
     assert cache.query(QUESTION).answer
     assert canary.begun.wait(60)
     assert not pool._idle
