@@ -37,7 +37,7 @@ class Document:
         text: its whole text; empty when it comes split.
         title: shown to the model in front of each chunk; the id when empty. Passages say themselves what is shown.
         metadata: the user's own, JSON values.
-        passages: its chunks in order, for a document that comes split.
+        passages: its chunks in order, for a document that comes split; with none at all it is taken out of the store.
     """
 
     id: str

@@ -1,18 +1,15 @@
-"""One indexing run: find what changed, encode it, make it visible a shard at a time."""
+"""One indexing run: encode what changed, and make it visible a shard at a time."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from ragcache.errors import SourceError
 from ragcache.indexer.contexts import alone
 from ragcache.indexer.documents import Document, checked
 from ragcache.indexer.encoder import StateEncoder
+from ragcache.indexer.plan import IndexPlan, owners_of_ids, signature
 from ragcache.indexer.report import IndexReport, Progress
 from ragcache.indexer.splitting import Splitter
 from ragcache.indexer.upkeep import load_vectors
@@ -31,101 +28,6 @@ EMBEDDING_BATCH = 256
 
 COMMIT_CHUNKS = 20_000
 """Chunks that are held in memory at most: after so many there is a commit although no shard is full."""
-
-
-@dataclass(frozen=True)
-class IndexPlan:
-    """What an indexing run has to do.
-
-    Attributes:
-        source: name that documents are recorded under.
-        changed: ids of the documents to encode, in the order of the source.
-        added: how many of them are new.
-        unchanged: how many documents stay as they are.
-        removed: ids of documents to take out.
-    """
-
-    source: str
-    changed: list[str]
-    added: int
-    unchanged: int
-    removed: list[str]
-
-
-def signature(document: Document, source: str, settings_digest: str) -> str:
-    """sha256 over everything that a document's chunks, their states and their metadata depend on.
-
-    Raises:
-        SourceError: the metadata is no JSON.
-    """
-    parts: list[Any] = [source, document.id, document.title, document.text, document.metadata, settings_digest]
-    if document.passages is not None:
-        parts.append([list(astuple(passage)) for passage in document.passages])
-    try:
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SourceError(f"{source}: metadata of document {document.id!r} is not JSON: {error}") from error
-
-
-def plan_run(
-    documents: Iterable[Document],
-    source: str,
-    settings_digest: str,
-    store: StateStore | None,
-    *,
-    remove_missing: bool,
-) -> IndexPlan:
-    """Read every document once and compare with the store. One whose states are gone counts as changed.
-
-    Args:
-        documents: what is to be in the store.
-        source: name that they are recorded under.
-        settings_digest: settings that chunks depend on.
-        store: `None` before the first run.
-        remove_missing: documents of this source that are not among `documents` go.
-
-    Raises:
-        SourceError: a document cannot be read or makes no sense, or there are no documents at all.
-    """
-    known = store.catalog.signatures() if store else {}
-    sources = store.catalog.sources() if store else {}
-    incomplete = store.catalog.documents_without_states(store.broken_shards()) if store else set()
-    seen: set[str] = set()
-    changed: list[str] = []
-    for document in checked(documents, source):
-        seen.add(document.id)
-        if _of_another_folder(other := sources.get(document.id, source), source):
-            raise SourceError(
-                f"{document.id!r} is in the store already, from {other}; rename one of the two folders, or index the "
-                "folder that holds both"
-            )
-        if document.passages is not None and store is not None:
-            _check_passage_ids(document, store, source)
-        if known.get(document.id) != signature(document, source, settings_digest) or document.id in incomplete:
-            changed.append(document.id)
-    mine = store.catalog.signatures(source) if store and remove_missing else {}
-    return IndexPlan(
-        source=source,
-        changed=changed,
-        added=sum(document_id not in known for document_id in changed),
-        unchanged=len(seen) - len(changed),
-        removed=[document_id for document_id in mine if document_id not in seen],
-    )
-
-
-def _check_passage_ids(document: Document, store: StateStore, source: str) -> None:
-    owners = store.catalog.documents_of([passage.id for passage in document.passages or ()])
-    for passage, owner in owners.items():
-        if owner != document.id:
-            raise SourceError(
-                f"{source}: passage {passage!r} of document {document.id!r} is in the store already, as one of "
-                f"document {owner!r}; delete that document, or give the passage another id"
-            )
-
-
-def _of_another_folder(other: str, source: str) -> bool:
-    """Whether two sources are folders that both exist: equal ids are then different files. A moved folder is not."""
-    return other != source and Path(other).is_dir() and Path(source).is_dir()
 
 
 @dataclass
@@ -161,6 +63,8 @@ class IndexJob:
     _batch: list[tuple[NewChunk, DocumentRecord]] = field(default_factory=list, init=False)
     _batched_keys: set[str] = field(default_factory=set, init=False)
     _evicted: set[str] = field(default_factory=set, init=False)
+    _chunk_ids: set[str] = field(default_factory=set, init=False)
+    _displaced: set[str] = field(default_factory=set, init=False)
     _unembedded: list[tuple[int, str]] = field(default_factory=list, init=False)
     _encoded_tokens: int = field(default=0, init=False)
     _without_states: int = field(default=0, init=False)
@@ -174,7 +78,7 @@ class IndexJob:
             plan: what to do.
 
         Raises:
-            SourceError: a document vanished since the plan was made.
+            SourceError: a document vanished since the plan was made, or two of its chunks would have the same id.
             StoreError: the store cannot be written to. What was committed before is intact.
         """
         self.progress.start(len(plan.changed))
@@ -188,13 +92,15 @@ class IndexJob:
             if document.id not in waiting:
                 continue
             waiting.remove(document.id)
-            added = self._add(document, plan.source)
+            added = self._add(document, plan)
             chunks += added
             if added == 0:
                 empty.append(document.id)
             self.progress.advance(1, 0, 0)
             waiting_chunks = sum(len(it) for _, it in self._documents)
-            if self.writer.pending_bytes >= self.writer.options.shard_bytes or waiting_chunks >= COMMIT_CHUNKS:
+            full = self.writer.pending_bytes >= self.writer.options.shard_bytes or waiting_chunks >= COMMIT_CHUNKS
+            # A document whose chunks have gone over to others is committed with these, or what it keeps were lost.
+            if full and not self._displaced & waiting:
                 self._commit([])
         if waiting:
             raise SourceError(f"{plan.source}: document {min(waiting)!r} vanished while indexing; run it again")
@@ -220,13 +126,14 @@ class IndexJob:
         self.vectors.add([ids[owner] for owner in owners], vectors)
         self._unembedded = []
 
-    def _add(self, document: Document, source: str) -> int:
+    def _add(self, document: Document, plan: IndexPlan) -> int:
         """Split a document and put its chunks in line; returns how many there are."""
-        title = document.title or document.id
+        source, title = plan.source, document.title or document.id
         # Signed as it is now: it may have changed since it was planned.
         signed = signature(document, source, self.settings_digest)
         record = DocumentRecord(document.id, source, title, signed, document.metadata)
         pieces = self.splitter.split(document)
+        self._take_ids([piece.chunk_id for piece in pieces], document.id, plan)
         fingerprint = self.encoder.model.fingerprint.digest
         contents = [state_key(fingerprint, self.prefix, "", piece.token_ids) for piece in pieces]
         contexts = self._contexts_kept(document.id, contents)
@@ -269,6 +176,15 @@ class IndexJob:
         if len(self._unembedded) >= EMBEDDING_BATCH:
             self._embed_batch()
         return len(chunks)
+
+    def _take_ids(self, ids: Sequence[str], document: str, plan: IndexPlan) -> None:
+        """Make sure that chunks of a document do not have ids of others'."""
+        if taken := self._chunk_ids.intersection(ids):
+            raise SourceError(
+                f"{plan.source}: chunk id {min(taken)!r} of document {document!r} comes twice; ids must be unique"
+            )
+        self._chunk_ids.update(ids)
+        self._displaced |= owners_of_ids(ids, document, self.store, plan)
 
     def _alone(self, content: str) -> tuple[NewEncoding, ...]:
         return (NewEncoding("alone", content),) if "alone" in self.encodings else ()
@@ -319,10 +235,11 @@ class IndexJob:
         self._embed_batch()
         if not self._documents and not removed and not self._unsaved_vectors:
             return
+        removed = [*removed, *self._displaced.difference(removed)]
         replaced = [record.id for record, _ in self._documents]
         self.vectors.remove(self.store.catalog.vector_ids([*removed, *replaced]))
         version = self.vectors.save(self.store.vector_folder, self.store.catalog.vectors().generation + 1)
         self.writer.commit(self._documents, removed, version, self._evicted)
         remove_other_generations(self.store.vector_folder, version.generation)
-        self._documents, self._evicted, self._unsaved_vectors = [], set(), False
+        self._documents, self._evicted, self._displaced, self._unsaved_vectors = [], set(), set(), False
         self._without_states += enforce_limits(self.writer).evicted

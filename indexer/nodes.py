@@ -7,8 +7,11 @@ from it; the embedding model likewise.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_jsonable_python
 
 from ragcache.errors import SourceError
 from ragcache.indexer.documents import Document, Passage
@@ -16,11 +19,15 @@ from ragcache.states.catalog import Catalog
 from ragcache.states.records import ChunkRecord
 
 if TYPE_CHECKING:
-    from llama_index.core.indices.base import BaseIndex
     from llama_index.core.schema import BaseNode
 
 NODE_KEY = "_node"
-"""Among a chunk's own metadata: the node that it was, less text and metadata, and the order of these."""
+"""Among a chunk's own metadata: the node that it was, less text and metadata, and the order of these.
+
+A node's metadata may have that name too; its value is then kept in there.
+"""
+
+_KEPT = {"type", "metadata", "content", "value"}
 
 
 def document_id(node: BaseNode) -> str:
@@ -29,9 +36,15 @@ def document_id(node: BaseNode) -> str:
 
 
 def prompt_text(node: BaseNode) -> str:
-    """What the language model reads of a node."""
+    """What the language model reads of a node.
+
+    Metadata that JSON has no kind for, such as dates, read as they do in the node that comes back from a store.
+    """
     from llama_index.core.schema import MetadataMode
 
+    # Where they are no JSON at all, no store can have the node.
+    with suppress(ValueError):
+        node = node.model_copy(update={"metadata": _as_json(node.metadata)})
     return node.get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
@@ -49,31 +62,52 @@ def documents_of(nodes: Iterable[BaseNode]) -> list[Document]:
 class AmendedDocuments:
     """Documents as the store has them, with some nodes put in and some taken out.
 
-    May be iterated over again, and is then as the store is by then.
+    One that is left without nodes has no passages. May be iterated over again, and is then as the store is by then.
     """
 
-    def __init__(self, nodes: Iterable[BaseNode], removed: Mapping[str, Collection[str]], catalog: Catalog) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[BaseNode],
+        removed: Mapping[str, Collection[str]],
+        catalog: Callable[[], Catalog | None],
+        as_node: Callable[[ChunkRecord], BaseNode],
+    ) -> None:
         """Set up.
 
         Args:
-            nodes: put in, or in the place of those of the same ids.
+            nodes: put in, or in the place of those of the same ids; one without text only takes the old one out.
             removed: by document the ids of nodes that are taken out.
-            catalog: of the store.
+            catalog: gives that of the store; `None` while there is no store.
+            as_node: makes a chunk of the catalog a node, so that the language model reads the same of it.
 
         Raises:
             SourceError: something is no node.
         """
+        nodes = list(nodes)
         self._nodes = _by_document(nodes)
-        self._removed = removed
+        self._removed = {document: set(ids) for document, ids in removed.items()}
+        for node in nodes:
+            if not _text(node).strip():
+                self._removed.setdefault(document_id(node), set()).add(node.node_id)
         self._catalog = catalog
+        self._as_node = as_node
 
     def __iter__(self) -> Iterator[Document]:
-        for document in dict.fromkeys([*self._nodes, *self._removed]):
-            chunks = self._catalog.chunks_by_vector(sorted(self._catalog.vector_ids([document])))
-            gone = self._removed.get(document, ())
-            nodes = {it.chunk_id: node_of(it, it.title) for it in chunks if it.chunk_id not in gone}
+        catalog = self._catalog()
+        removed = {document: set(ids) for document, ids in self._removed.items()}
+        # A node that has come to be of another document is no longer one of its old one.
+        for document, nodes in self._nodes.items():
+            for node, owner in catalog.documents_of(list(nodes)).items() if catalog else ():
+                if owner != document:
+                    removed.setdefault(owner, set()).add(node)
+        for document in dict.fromkeys([*self._nodes, *removed]):
+            chunks = catalog.chunks_by_vector(sorted(catalog.vector_ids([document]))) if catalog else []
+            gone = removed.get(document, ())
+            nodes = {it.chunk_id: self._as_node(it) for it in chunks if it.chunk_id not in gone}
             nodes |= self._nodes.get(document, {})
-            yield _document(document, list(nodes.values()), chunks[0].title if chunks else "")
+            # Where no title was given, the id stands in its place.
+            title = chunks[0].title if chunks else document
+            yield _document(document, list(nodes.values()), title if title != document else "")
 
 
 def node_of(chunk: ChunkRecord, title: str) -> BaseNode:
@@ -84,13 +118,10 @@ def node_of(chunk: ChunkRecord, title: str) -> BaseNode:
         title: what stands in front of it for the language model, if it was split from a document here.
     """
     from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
-    from llama_index.core.vector_stores.utils import metadata_dict_to_node
 
-    if (stored := chunk.own_metadata.get(NODE_KEY)) is not None:
-        metadata = {name: chunk.metadata[name] for name in stored["metadata"]}
-        content = json.dumps(stored["content"] | {"metadata": metadata})
-        return metadata_dict_to_node({"_node_content": content, "_node_type": stored["type"]}, text=chunk.text)
-    metadata = chunk.metadata | {"title": chunk.title}
+    metadata = metadata_of(chunk)
+    if (kept := _kept(chunk)) is not None:
+        return _restored(kept["type"], kept["content"] | {"metadata": metadata}, chunk.text)
     return TextNode(
         id_=chunk.chunk_id,
         text=chunk.text,
@@ -104,31 +135,19 @@ def node_of(chunk: ChunkRecord, title: str) -> BaseNode:
     )
 
 
-def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
-    """The nodes of a LlamaIndex index.
-
-    Raises:
-        SourceError: it keeps them where they cannot be listed.
-    """
-    structure = index.index_struct
-    ids = list(getattr(structure, "nodes_dict", {}).values()) or list(getattr(structure, "nodes", []))
-    found = index.docstore.get_nodes(ids, raise_error=False) if ids else list(index.docstore.docs.values())
-    # Ingestion pipelines keep documents in the same place as the nodes that were made of them.
-    if nodes := [node for node in found if ids or not _is_document(node)]:
-        return nodes
-    try:
-        return list(index.vector_store.get_nodes(None))  # type: ignore[attr-defined]
-    except (AttributeError, NotImplementedError) as error:
-        raise SourceError(
-            f"the nodes of this {type(index).__name__} cannot be listed: its docstore is empty, and its vector store "
-            "does not give them; hand them to RagCache.index_nodes"
-        ) from error
+def metadata_of(chunk: ChunkRecord) -> dict[str, Any]:
+    """The metadata of a chunk's node, in their order."""
+    kept = _kept(chunk)
+    if kept is None:
+        return chunk.metadata | {"title": chunk.title}
+    values = chunk.metadata | {NODE_KEY: kept.get("value")}
+    return {name: values[name] for name in kept["metadata"]}
 
 
-def embedding_model_of(index: BaseIndex[Any]) -> str | None:
-    """Name or folder of the model that an index embeds with, if that is a HuggingFaceEmbedding."""
-    model = getattr(index, "_embed_model", None)
-    return str(getattr(model, "model_name", "")) or None if type(model).__name__ == "HuggingFaceEmbedding" else None
+def _kept(chunk: ChunkRecord) -> dict[str, Any] | None:
+    """What is kept of the node that a chunk was; `None` where it was none."""
+    kept = chunk.own_metadata.get(NODE_KEY)
+    return kept if isinstance(kept, dict) and kept.keys() | {"value"} == _KEPT else None
 
 
 def _by_document(nodes: Iterable[BaseNode]) -> dict[str, dict[str, BaseNode]]:
@@ -143,18 +162,13 @@ def _by_document(nodes: Iterable[BaseNode]) -> dict[str, dict[str, BaseNode]]:
     return gathered
 
 
-def _is_document(node: BaseNode) -> bool:
-    from llama_index.core.schema import Document as LlamaDocument
-
-    return isinstance(node, LlamaDocument)
-
-
 def _document(id: str, nodes: Sequence[BaseNode], title: str = "") -> Document:
     """A document of nodes; metadata that are the same in all of them are its own."""
     described = [_described(node) for node in nodes]
     shared = described[0]["metadata"] if described else {}
     for one in described[1:]:
         shared = {name: value for name, value in shared.items() if _has(one["metadata"], name, value)}
+    shared = {name: value for name, value in shared.items() if name != NODE_KEY}
     passages = [_passage(node, one, shared) for node, one in zip(nodes, described, strict=True)]
     return Document(id, "", title, shared, tuple(passages))
 
@@ -167,28 +181,73 @@ def _has(metadata: Mapping[str, Any], name: str, value: object) -> bool:
 def _passage(node: BaseNode, described: Mapping[str, Any], shared: Mapping[str, Any]) -> Passage:
     from llama_index.core.schema import MetadataMode
 
-    text, embedded = _text(node), node.get_content(metadata_mode=MetadataMode.EMBED)
-    metadata = described["metadata"]
+    text, metadata = _text(node), described["metadata"]
+    # What it reads like once it comes back is what counts.
+    stored = _restored(kind := _kind(node), described, text)
+    try:
+        shown, embedded = prompt_text(stored), stored.get_content(metadata_mode=MetadataMode.EMBED)
+    except (LookupError, ValueError, AttributeError) as error:
+        raise SourceError(f"the templates of node {node.node_id!r} cannot be filled in: {error!r}") from error
     kept = {
-        "type": node.class_name(),
+        "type": kind,
         "metadata": list(metadata),
         "content": {name: value for name, value in described.items() if name != "metadata"},
     }
+    if NODE_KEY in metadata:
+        kept["value"] = metadata[NODE_KEY]
     return Passage(
         node.node_id,
         text,
-        prompt_text=prompt_text(node),
+        prompt_text=shown,
         embedding_text=embedded if embedded != text else "",
         metadata={name: value for name, value in metadata.items() if name not in shared} | {NODE_KEY: kept},
     )
 
 
 def _described(node: BaseNode) -> dict[str, Any]:
-    """All of a node but text and embedding, as JSON values."""
+    """All of a node but text and embedding, as JSON gives it back."""
     try:
-        return node.model_dump(mode="json", exclude={"text", "text_resource", "embedding"})
+        left_out: dict[str, Any] = {"text": True, "text_resource": {"text"}, "embedding": True, "metadata": True}
+        described = node.model_dump(mode="json", exclude=left_out) | {"metadata": node.metadata}
+        return dict(_as_json(described))
     except ValueError as error:
         raise SourceError(f"node {node.node_id!r} holds what is no JSON: {error}; change its metadata") from error
+
+
+def _as_json(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON gives back of a value.
+
+    Raises:
+        ValueError: it cannot be written as JSON.
+    """
+    try:
+        return dict(json.loads(json.dumps(to_jsonable_python(value))))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _classes() -> dict[str, type[BaseNode]]:
+    from llama_index.core import schema
+
+    known = (schema.TextNode, schema.ImageNode, schema.IndexNode, schema.Node, schema.Document, schema.ImageDocument)
+    return {it.class_name(): it for it in known}
+
+
+def _kind(node: BaseNode) -> str:
+    """Name of LlamaIndex's own class that a node is of; others cannot be made again here."""
+    known = _classes()
+    return next((name for it in type(node).__mro__ for name, own in known.items() if own is it), "TextNode")
+
+
+def _restored(kind: str, described: Mapping[str, Any], text: str) -> BaseNode:
+    """Inverse of `_kind`, `_described` and `_text`."""
+    from llama_index.core.schema import Node
+
+    own = _classes()[kind]
+    if issubclass(own, Node):
+        resource = (described.get("text_resource") or {}) | {"text": text}
+        return own.from_dict(dict(described) | {"text_resource": resource})
+    return own.from_dict(dict(described) | {"text": text})
 
 
 def _text(node: BaseNode) -> str:

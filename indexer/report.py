@@ -14,7 +14,7 @@ class IndexReport:
         added: documents that were not there before.
         updated: documents whose text, title, metadata or settings changed.
         unchanged: documents left as they were.
-        removed: documents that are gone from the source.
+        removed: documents that are gone from the source, or have come to be without passages.
         empty: ids of documents without any text; they are in the store and have no chunks.
         chunks: chunks of added and updated documents.
         in_context: chunks encoded after real text, of whatever documents; the others' contexts are still good.

@@ -16,7 +16,8 @@ from ragcache.indexer.completion import Completion
 from ragcache.indexer.contexts import ContextRecipe
 from ragcache.indexer.documents import Document
 from ragcache.indexer.encoder import StateEncoder
-from ragcache.indexer.job import IndexJob, IndexPlan, plan_run
+from ragcache.indexer.job import IndexJob
+from ragcache.indexer.plan import IndexPlan, plan_run
 from ragcache.indexer.repair import StateRepair, readmit
 from ragcache.indexer.report import IndexReport, Progress
 from ragcache.indexer.splitting import Splitter

@@ -17,8 +17,10 @@ from ragcache.fidelity.canary import Canary
 from ragcache.generate.engine import Engine
 from ragcache.generate.sequences import SequenceReport
 from ragcache.indexer.documents import Document
-from ragcache.indexer.nodes import AmendedDocuments, documents_of, embedding_model_of, nodes_of
+from ragcache.indexer.listing import embedding_model_of, nodes_of
+from ragcache.indexer.nodes import AmendedDocuments, documents_of, node_of
 from ragcache.indexer.report import IndexReport, Progress, Silent
+from ragcache.indexer.splitting import shown_title
 from ragcache.indexing import Indexing
 from ragcache.maintenance import (
     COMPACT_THRESHOLD,
@@ -39,8 +41,9 @@ from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import Accept, RetrievedChunk, Retriever
 from ragcache.settings import Settings, load_settings, query_options
 from ragcache.states.canary_report import CanaryReport
+from ragcache.states.catalog import Catalog
 from ragcache.states.compact import CompactReport
-from ragcache.states.records import StoredStates
+from ragcache.states.records import ChunkRecord, StoredStates
 from ragcache.states.store import StateStore
 from ragcache.states.verify import VerifyReport
 from ragcache.stream import AnswerStream, ContextChunk, context_chunk, milliseconds_since
@@ -223,7 +226,7 @@ class RagCache:
 
         Args:
             nodes: with `ref_doc_id` they are of one document, and all that it has.
-            amend: what else a document has stays.
+            amend: what else a document has stays; a node without text takes the one of its id out.
             remove_missing: documents that came as nodes, and of which none are given, are removed.
             progress: told how it goes.
             wait: until another process that is writing is done.
@@ -233,11 +236,7 @@ class RagCache:
                 nodes with text.
             StoreError: the store cannot be written to, or another process is writing.
         """
-        documents: Iterable[Document]
-        if amend and self._store is not None:
-            documents = AmendedDocuments(nodes, {}, self._store.catalog)
-        else:
-            documents = documents_of(nodes)
+        documents = self._amended(nodes, {}) if amend else documents_of(nodes)
         return self.index(documents, source=NODE_SOURCE, remove_missing=remove_missing, progress=progress, wait=wait)
 
     def delete_nodes(self, node_ids: Collection[str], *, wait: bool = False) -> None:
@@ -247,16 +246,11 @@ class RagCache:
             node_ids: of LlamaIndex nodes, or `<document id>#<ordinal>`.
             wait: until another process that is writing is done.
         """
-        catalog = self.store.catalog
         removed: dict[str, list[str]] = {}
-        for node, document in catalog.documents_of(list(node_ids)).items():
+        for node, document in self.store.catalog.documents_of(list(node_ids)).items():
             removed.setdefault(document, []).append(node)
-        emptied = [it for it, gone in removed.items() if len(catalog.vector_ids([it])) == len(gone)]
-        shrunk = {it: gone for it, gone in removed.items() if it not in emptied}
-        if shrunk:
-            self.index(AmendedDocuments([], shrunk, catalog), source=NODE_SOURCE, wait=wait)
-        if emptied:
-            self.delete(emptied, wait=wait)
+        if removed:
+            self.index(self._amended([], removed), source=NODE_SOURCE, wait=wait)
 
     def delete(
         self,
@@ -345,7 +339,7 @@ class RagCache:
         """The chunks nearest to a question, best first.
 
         Args:
-            question: what is asked, or its vector of unit length.
+            question: what is asked, or its vector.
             top_k: how many; by default the settings'.
             accept: says whether a chunk may be among them.
         """
@@ -402,6 +396,18 @@ class RagCache:
         """Continue a prompt given as token ids, by a plain prefill; see `stream`."""
         clock = time.perf_counter()
         return self.answering.generate(token_ids, query_options(self.settings, **options), clock)
+
+    def _amended(self, nodes: Iterable[BaseNode], removed: Mapping[str, Collection[str]]) -> AmendedDocuments:
+        def catalog() -> Catalog | None:
+            # Another process or thread may have made the store, since this one looked.
+            if self._store is None and StateStore.exists(self.path):
+                self._attach(StateStore.open(self.path))
+            return self._store.catalog if self._store is not None else None
+
+        def as_node(chunk: ChunkRecord) -> BaseNode:
+            return node_of(chunk, shown_title(self.template, chunk.title, self.settings.chunk_tokens))
+
+        return AmendedDocuments(nodes, removed, catalog, as_node)
 
     def _relocated(self, states: StoredStates) -> StoredStates | None:
         return self.store.catalog.relocated(states)

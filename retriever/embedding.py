@@ -99,7 +99,7 @@ class Embedder:
         """
         own = np.asarray(self._model.get_text_embedding(text), dtype=np.float32)
         given = np.asarray(vector, dtype=np.float32)
-        alike = given.shape == own.shape and np.dot(own, given) >= SAME * np.linalg.norm(own) * np.linalg.norm(given)
+        alike = given.shape == own.shape and np.dot(own, given) > SAME * np.linalg.norm(own) * np.linalg.norm(given)
         if not alike:
             raise VectorsError(
                 f"the vectors given are not those of {self.name}, which the store embeds with; embed with the same "

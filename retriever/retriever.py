@@ -42,12 +42,12 @@ class Retriever:
         """The `top_k` best chunks, best first; fewer when the store holds fewer.
 
         Args:
-            question: what is asked, or its vector of unit length.
+            question: what is asked, or its vector.
             top_k: how many.
             accept: says whether a chunk may be among them.
 
         Raises:
-            VectorsError: the vector is of another length than the store's.
+            VectorsError: the vector is of another length than the store's, or points nowhere.
             StoreError: the catalog or the vector index is missing or damaged.
         """
         vector = self._vector(question)
@@ -67,7 +67,12 @@ class Retriever:
                 f"the question's vector has {len(question)} numbers, and those of {self._embedder.name} have "
                 f"{self._embedder.dimension}; embed questions with that model"
             )
-        return np.asarray([question], dtype=np.float32)
+        vector = np.asarray([question], dtype=np.float64)
+        length = np.linalg.norm(vector)
+        if not 0 < length < np.inf:
+            raise VectorsError("the question's vector is zero or holds what is no number; embed the question again")
+        # Scores are cosines, whatever length it came in.
+        return (vector / length).astype(np.float32)
 
     def _nearest(self, vector: Vectors, count: int) -> tuple[list[RetrievedChunk], bool]:
         """The nearest chunks, and whether these are all that there are."""

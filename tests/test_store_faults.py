@@ -15,7 +15,7 @@ import pytest
 
 from ragcache import Document, RagCache
 from ragcache.errors import StoreError, StoreMismatchError, VectorsError
-from ragcache.indexer.job import IndexPlan, plan_run
+from ragcache.indexer.plan import IndexPlan, plan_run
 from tests.conftest import make_document
 
 OpenTiny = Callable[..., RagCache]

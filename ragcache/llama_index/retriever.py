@@ -11,6 +11,7 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
+from ragcache.indexer.nodes import metadata_of
 from ragcache.llama_index.filters import matches
 from ragcache.llama_index.nodes import as_node
 from ragcache.llama_index.vector_store import RagCacheVectorStore
@@ -50,7 +51,7 @@ class RagCacheRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         filters = self._filters
-        accept = None if filters is None else lambda chunk: matches(filters, chunk.metadata)
+        accept = None if filters is None else lambda chunk: matches(filters, metadata_of(chunk))
         hits = self._cache.retrieve(self._asked(query_bundle), self._similarity_top_k, accept)
         return [NodeWithScore(node=as_node(self._cache, hit.chunk), score=hit.score) for hit in hits]
 
@@ -61,7 +62,7 @@ class RagCacheRetriever(BaseRetriever):
         """The question, or a vector where its maker gave one or has more than one text embedded (as HyDE does)."""
         if query.embedding is not None:
             return query.embedding
-        if query.embedding_strs == [query.query_str]:
+        texts = query.embedding_strs
+        if not texts or texts == [query.query_str]:
             return query.query_str
-        mean = np.concatenate([self._cache.embedder.question(text) for text in query.embedding_strs]).mean(axis=0)
-        return list((mean / np.linalg.norm(mean)).tolist())
+        return list(np.concatenate([self._cache.embedder.question(text) for text in texts]).mean(axis=0).tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -17,7 +18,8 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from ragcache.errors import SettingsError, StoreNotFoundError
+from ragcache.errors import DocumentNotFoundError, SettingsError, StoreNotFoundError
+from ragcache.indexer.nodes import metadata_of
 from ragcache.llama_index.filters import matches
 from ragcache.llama_index.nodes import as_node
 from ragcache.pipeline import RagCache
@@ -59,6 +61,8 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode and store nodes; those that are there and have not changed are left as they are.
 
+        A node without text only takes the one of its id out.
+
         Raises:
             VectorsError: nodes come with vectors of another embedding model.
             SourceError: a node cannot be stored; nothing was.
@@ -68,6 +72,8 @@ class RagCacheVectorStore(BasePydanticVectorStore):
             self._cache.embedder.check_same(embedded.get_content(MetadataMode.EMBED), embedded.get_embedding())
         if any(node.get_content(MetadataMode.NONE).strip() for node in nodes):
             self._cache.index_nodes(nodes, amend=True, wait=True)
+        else:
+            self.delete_nodes([node.node_id for node in nodes])
         return [node.node_id for node in nodes]
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
@@ -76,8 +82,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Take all nodes of a document out; none when there are none."""
-        if self._documents([ref_doc_id]):
-            self._cache.delete([ref_doc_id], wait=True)
+        self._delete([ref_doc_id])
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """As `delete`, in a worker thread."""
@@ -104,8 +109,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
     def clear(self) -> None:
         """Take all documents out."""
-        if documents := self._documents():
-            self._cache.delete(documents, wait=True)
+        self._delete(None)
 
     async def aclear(self) -> None:
         """As `clear`, in a worker thread."""
@@ -124,21 +128,26 @@ class RagCacheVectorStore(BasePydanticVectorStore):
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nodes nearest to a question, with their cosine similarities, best first.
 
+        Empty lists of `node_ids` or `doc_ids` stand for none: LlamaIndex's own retriever gives one.
+
         Raises:
             SettingsError: the query is of another mode than `default`, or holds neither a text nor a vector.
+            VectorsError: the vector is none of the store's embedding model.
         """
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise SettingsError(f"a query mode of {query.mode.value!r} is not supported; use 'default'")
-        asked = query.query_embedding or query.query_str
+        asked = query.query_str if query.query_embedding is None else query.query_embedding
         if asked is None:
             raise SettingsError("the query holds neither query_str nor query_embedding; give one")
 
+        # An index over a store that holds texts gives no ids, as an empty list.
+        nodes, documents = set(query.node_ids or ()), set(query.doc_ids or ())
+
         def accept(chunk: ChunkRecord) -> bool:
-            # An index over a store that holds texts gives no ids, as an empty list.
             return (
-                (not query.node_ids or chunk.chunk_id in query.node_ids)
-                and (not query.doc_ids or chunk.document_id in query.doc_ids)
-                and matches(query.filters, chunk.metadata)
+                (not nodes or chunk.chunk_id in nodes)
+                and (not documents or chunk.document_id in documents)
+                and matches(query.filters, metadata_of(chunk))
             )
 
         try:
@@ -155,6 +164,14 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         """As `query`, in a worker thread."""
         return await asyncio.to_thread(self.query, query, **kwargs)
 
+    def _delete(self, ids: list[str] | None) -> None:
+        """Take some documents out, or all of them, as far as they are there."""
+        while documents := self._documents(ids):
+            # One that someone else has just taken out is no fault; the others are still to go.
+            with suppress(DocumentNotFoundError):
+                self._cache.delete(documents, wait=True)
+                return
+
     def _documents(self, ids: list[str] | None = None) -> list[str]:
         """Ids of the documents in the store, of all or of some."""
         try:
@@ -169,4 +186,4 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         except StoreNotFoundError:
             return
         for chunks in catalog.all_chunks() if node_ids is None else [catalog.chunks_by_id(node_ids)]:
-            yield from (chunk for chunk in chunks if matches(filters, chunk.metadata))
+            yield from (chunk for chunk in chunks if matches(filters, metadata_of(chunk)))

@@ -63,6 +63,9 @@ class PromptTemplate:
         # Whether special tokens are looked for is a state of a tokenizer, which every call sets: two threads sharing
         # one would now and then take the template's special tokens for text. So texts have a tokenizer of their own.
         self._text_tokenizer = copy.deepcopy(tokenizer)
+        # Those that only a chat template writes have no name, and are not among all_special_tokens.
+        added = {it.content for it in tokenizer.added_tokens_decoder.values() if it.special}
+        self._special_tokens = added.union(tokenizer.all_special_tokens)
         written = system_prompt + user_prompt
         chunks_mark, question_mark = _mark("chunks", written), _mark("question", written)
         user_turn = user_prompt.replace("{passages}", chunks_mark).replace("{question}", question_mark)
@@ -76,6 +79,8 @@ class PromptTemplate:
 
     def chunk(self, title: str, text: str) -> tuple[int, ...]:
         """Ids of a passage: its title, never its place, so they do not depend on where it stands."""
+        # LlamaIndex shows metadata, which titles of its nodes are, without space around them.
+        title = title.strip()
         return self.passage(f"[{title}]\n{text}" if title else text)
 
     def passage(self, text: str) -> tuple[int, ...]:
@@ -131,9 +136,7 @@ class PromptTemplate:
         """Ids of texts of a template with the question between them, which forms tokens with what is around it."""
         ids: tuple[int, ...] = ()
         for text in texts[:-1]:
-            start = max(
-                (text.rfind(it) + len(it) for it in self._tokenizer.all_special_tokens if it in text), default=0
-            )
+            start = max((text.rfind(it) + len(it) for it in self._special_tokens if it in text), default=0)
             ids += self._with_special_tokens(text[:start]) + self._plain(text[start:] + question)
         return ids + self._with_special_tokens(texts[-1])
 
