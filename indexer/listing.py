@@ -35,9 +35,10 @@ def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
     for name in ("nodes", "all_nodes", "node_id_to_summary_id", "node_ids"):
         found: Any = getattr(index.index_struct, name, None)
         if found is not None:
-            # Sets of texts have another order in each process.
-            listed = sorted(found) if isinstance(found, set) else found
-            return _nodes_named(index, listed.values() if name == "all_nodes" else listed)
+            if isinstance(found, set):
+                # Sets of texts have another order in each process.
+                found = sorted(found)
+            return _nodes_named(index, found.values() if name == "all_nodes" else found)
     raise _cannot_be_listed(index)
 
 

@@ -239,6 +239,17 @@ class RagCache:
         documents = self._amended(nodes, {}) if amend else documents_of(nodes)
         return self.index(documents, source=NODE_SOURCE, remove_missing=remove_missing, progress=progress, wait=wait)
 
+    def node_documents(self, node_ids: Collection[str]) -> dict[str, str]:
+        """Of those nodes or chunks that are in the store, the documents that they are of."""
+        return {} if self._store is None else self._store.catalog.documents_of(list(node_ids))
+
+    def as_node(self, chunk: ChunkRecord) -> BaseNode:
+        """A chunk as the LlamaIndex node that it came as; one that was split from a document here as one of its id.
+
+        In either case what LlamaIndex shows a language model of the node is what the chunk was encoded from.
+        """
+        return node_of(chunk, shown_title(self.template, chunk.title, self.settings.chunk_tokens))
+
     def delete_nodes(self, node_ids: Collection[str], *, wait: bool = False) -> None:
         """Take chunks out of the store by their ids; ids that are not there are ignored.
 
@@ -404,10 +415,7 @@ class RagCache:
                 self._attach(StateStore.open(self.path))
             return self._store.catalog if self._store is not None else None
 
-        def as_node(chunk: ChunkRecord) -> BaseNode:
-            return node_of(chunk, shown_title(self.template, chunk.title, self.settings.chunk_tokens))
-
-        return AmendedDocuments(nodes, removed, catalog, as_node)
+        return AmendedDocuments(nodes, removed, catalog, self.as_node)
 
     def _relocated(self, states: StoredStates) -> StoredStates | None:
         return self.store.catalog.relocated(states)

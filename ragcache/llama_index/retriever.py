@@ -13,7 +13,6 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from ragcache.indexer.nodes import metadata_of
 from ragcache.llama_index.filters import matches
-from ragcache.llama_index.nodes import as_node
 from ragcache.llama_index.vector_store import RagCacheVectorStore
 from ragcache.pipeline import RagCache
 
@@ -53,7 +52,7 @@ class RagCacheRetriever(BaseRetriever):
         filters = self._filters
         accept = None if filters is None else lambda chunk: matches(filters, metadata_of(chunk))
         hits = self._cache.retrieve(self._asked(query_bundle), self._similarity_top_k, accept)
-        return [NodeWithScore(node=as_node(self._cache, hit.chunk), score=hit.score) for hit in hits]
+        return [NodeWithScore(node=self._cache.as_node(hit.chunk), score=hit.score) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)

@@ -51,7 +51,7 @@ class RagCacheSynthesizer(BaseSynthesizer):
                 Stored states serve it only where its text before `{context_str}` is the store's; see
                 `ragcache.llama_index.prompt_settings`.
             streaming: answers come piece by piece.
-            store_missing: nodes without states are stored, after the answer and beside what follows.
+            store_missing: nodes that are not in the store are stored, after the answer and beside what follows.
             kwargs: go to LlamaIndex's `BaseSynthesizer`: `empty_response`, `callback_manager`.
 
         Raises:
@@ -173,8 +173,18 @@ class RagCacheSynthesizer(BaseSynthesizer):
         return response.text
 
     def _keep(self, nodes: Sequence[NodeWithScore]) -> None:
+        cache = self._ragcache_llm.cache
         try:
-            self._ragcache_llm.cache.index_nodes([scored.node for scored in nodes], amend=True, wait=True)
+            # A postprocessor may have put other text into a node, and what was indexed must not go for that.
+            known = cache.node_documents([scored.node.node_id for scored in nodes])
+            if new := [scored.node for scored in nodes if scored.node.node_id not in known]:
+                cache.index_nodes(new, amend=True, wait=True)
+            if known:
+                _logger.warning(
+                    "node %s reads otherwise than it does in the store, so it is prefilled, and not stored; if it has "
+                    "changed for good, index it again",
+                    min(known),
+                )
         except RagCacheError as error:
             _logger.warning("nodes without states were not stored, and will be prefilled again: %s", error)
 

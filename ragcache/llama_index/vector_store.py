@@ -21,7 +21,6 @@ from llama_index.core.vector_stores.types import (
 from ragcache.errors import DocumentNotFoundError, SettingsError, StoreNotFoundError
 from ragcache.indexer.nodes import metadata_of
 from ragcache.llama_index.filters import matches
-from ragcache.llama_index.nodes import as_node
 from ragcache.pipeline import RagCache
 from ragcache.states.records import ChunkRecord
 
@@ -117,7 +116,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes of some ids, or all of them, that satisfy filters."""
-        return [as_node(self._cache, chunk) for chunk in self._chunks(node_ids, filters)]
+        return [self._cache.as_node(chunk) for chunk in self._chunks(node_ids, filters)]
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
@@ -155,7 +154,7 @@ class RagCacheVectorStore(BasePydanticVectorStore):
         except StoreNotFoundError:
             hits = []
         return VectorStoreQueryResult(
-            nodes=[as_node(self._cache, hit.chunk) for hit in hits],
+            nodes=[self._cache.as_node(hit.chunk) for hit in hits],
             similarities=[hit.score for hit in hits],
             ids=[hit.chunk.chunk_id for hit in hits],
         )

@@ -274,13 +274,19 @@ class TestStoreMissing:
         assert report(again)["misses"] == []
         assert cache.retrieve("the ferry Aurora", 1)[0].chunk.chunk_id == "elsewhere"
 
-    def test_an_edited_node_takes_the_place_of_the_old_one(self, cache: RagCache, llm: RagCacheLLM) -> None:
+    def test_what_was_indexed_does_not_go_for_what_a_postprocessor_made_of_it(
+        self, cache: RagCache, llm: RagCacheLLM, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (scored,) = RagCacheRetriever(cache, similarity_top_k=1).retrieve(QUESTION)
+        before = cache.store.catalog.chunks_by_id([scored.node_id])
+        edited = scored.node.model_copy(update={"text": "Nothing passed."})
         synthesizer = RagCacheSynthesizer(llm, store_missing=True)
-        for text in ("The ferry Aurora passed at noon.", "The ferry Aurora sank at noon."):
-            synthesizer.synthesize(QUESTION, [self.stranger(text)])
-            synthesizer.wait_stored()
-        (chunk,) = cache.store.catalog.chunks_by_id(["elsewhere"])
-        assert chunk.text == "The ferry Aurora sank at noon."
+        response = synthesizer.synthesize(QUESTION, [NodeWithScore(node=edited, score=1.0), self.stranger()])
+        assert [miss["reason"] for miss in report(response)["misses"]] == ["not_stored", "not_stored"]
+        synthesizer.wait_stored()
+        assert cache.store.catalog.chunks_by_id([scored.node_id]) == before
+        assert "index it again" in caplog.text
+        assert cache.store.catalog.chunks_by_id(["elsewhere"])
 
     def test_nothing_is_stored_unasked(self, cache: RagCache, llm: RagCacheLLM) -> None:
         RagCacheSynthesizer(llm).synthesize(QUESTION, [self.stranger()])
@@ -290,8 +296,8 @@ class TestStoreMissing:
         self, cache: RagCache, llm: RagCacheLLM, caplog: pytest.LogCaptureFixture
     ) -> None:
         synthesizer = RagCacheSynthesizer(llm, store_missing=True)
-        taken = cache.retrieve(QUESTION, 1)[0].chunk.chunk_id
-        synthesizer.synthesize(QUESTION, [NodeWithScore(node=TextNode(id_=taken, text="Something else."), score=1.0)])
+        unsayable = NodeWithScore(node=TextNode(text="A ship.", metadata={"crew": object()}), score=1.0)
+        assert str(synthesizer.synthesize(QUESTION, [unsayable]))
         synthesizer.wait_stored()
         assert "were not stored" in caplog.text
 
