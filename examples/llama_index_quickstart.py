@@ -30,9 +30,9 @@ from ragcache.settings import load_settings
 
 PAGES = ("with", "try", "import", "class", "async", "raise", "comparisons")
 QUESTIONS = (
-    "What does the with statement do when the suite raises an exception?",
-    "When is the else clause of a try statement executed?",
-    "What does an import statement with from do?",
+    "What does the finally clause do?",
+    "What does the async with statement do?",
+    "What is a class decorator?",
 )
 TOP_K = 5
 MAX_TOKENS = 48

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,24 @@ def test_rest_query(store: Path) -> None:
     whole, streamed = output.split("once more, streamed:")
     assert "31" in whole
     assert streamed.strip() == whole.split("\n  ")[0].strip()
+
+
+def test_llama_index_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGCACHE_CONTEXTS", "1")
+    output = run("llama_index_quickstart.py", "--store", str(tmp_path / "store"))
+    assert output.count("HuggingFaceLLM ") == output.count("ragcache  ") == 3
+    ratios = [float(it) for it in re.findall(r"first token ([0-9.]+) times sooner", output)]
+    prefilled = [int(it) for it in re.findall(r"([0-9]+) tokens prefilled", output)]
+    # Some ten times sooner; prefilled is the question alone.
+    assert len(ratios) == 3
+    assert max(prefilled) < 40
+
+
+def test_the_quickstart_differs_in_two_lines() -> None:
+    tree = ast.parse((EXAMPLES / "llama_index_quickstart.py").read_text())
+    functions = {it.name: it for it in tree.body if isinstance(it, ast.FunctionDef)}
+    plain, ours = ([ast.unparse(it) for it in functions[name].body[1:]] for name in ("plain", "with_ragcache"))
+    assert len([line for line in ours if line not in plain]) == 2
 
 
 def test_every_example_is_tested() -> None:
