@@ -107,8 +107,9 @@ def plan_run(
         unchanged=len(seen) - len(changed) - len(emptied),
         removed=removed,
     )
-    for document_id, ids in passages.items() if store is not None else ():
-        owners_of_ids(ids, document_id, store, plan)
+    if store is not None:
+        for document_id, ids in passages.items():
+            owners_of_ids(ids, document_id, store, plan)
     return plan
 
 

@@ -82,7 +82,7 @@ class OnlyById(OneWayStore):
 def from_index(open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RagCache]:
     """`RagCache.from_index`, with models that are loaded already."""
 
-    def opened(cls: type[RagCache], path: Path, on_stage: object = None, **settings: Any) -> RagCache:
+    def opened(cls: type[RagCache], /, path: Path, on_stage: object = None, **settings: Any) -> RagCache:
         return open_tiny(path, **{name: it for name, it in settings.items() if it is not None})
 
     monkeypatch.setattr(RagCache, "open", classmethod(opened))

@@ -47,6 +47,10 @@ def ids(nodes: list[NodeWithScore]) -> list[str]:
     return [it.node_id for it in nodes]
 
 
+def scores(nodes: list[NodeWithScore]) -> list[float]:
+    return [it.get_score(raise_error=True) for it in nodes]
+
+
 def test_nodes_of_texts_and_of_nodes(mixed: RagCache) -> None:
     found = RagCacheRetriever(mixed, 99).retrieve(QUESTION)
     hits = mixed.retrieve(QUESTION, 99)
@@ -113,7 +117,7 @@ def test_a_question_may_come_embedded(mixed: RagCache) -> None:
     for given in (vector, 7 * vector):
         found = RagCacheRetriever(mixed, 5).retrieve(QueryBundle(QUESTION, embedding=given.tolist()))
         assert ids(found) == ids(expected)
-        np.testing.assert_allclose([it.score for it in found], [it.score for it in expected], atol=1e-5)
+        assert scores(found) == pytest.approx(scores(expected), abs=1e-5)
 
 
 def test_vectors_that_are_none_of_the_model(cache: RagCache) -> None:
@@ -128,7 +132,7 @@ def test_several_texts_may_stand_for_a_question(mixed: RagCache) -> None:
     found = RagCacheRetriever(mixed, 5).retrieve(QueryBundle(QUESTION, custom_embedding_strs=texts))
     expected = mixed.retrieve((mean / np.linalg.norm(mean)).tolist(), 5)
     assert ids(found) == [hit.chunk.chunk_id for hit in expected]
-    np.testing.assert_allclose([it.score for it in found], [hit.score for hit in expected], atol=1e-6)
+    assert scores(found) == pytest.approx([hit.score for hit in expected], abs=1e-6)
     plain = ids(RagCacheRetriever(mixed, 5).retrieve(QUESTION))
     assert ids(found) != plain
     for none in ([], [QUESTION]):

@@ -203,7 +203,7 @@ def test_any_sequence_of_calls(open_tiny: OpenTiny, embedder: Embedder) -> None:
         (VectorStoreMachine,),
         {"open_store": staticmethod(lambda path: open_tiny(path)), "embedder": embedder},
     )
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=12,
