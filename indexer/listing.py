@@ -35,10 +35,10 @@ def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
     for name in ("nodes", "all_nodes", "node_id_to_summary_id", "node_ids"):
         found: Any = getattr(index.index_struct, name, None)
         if found is not None:
-            if isinstance(found, set):
-                # Sets of texts have another order in each process.
-                found = sorted(found)
-            return _nodes_named(index, found.values() if name == "all_nodes" else found)
+            if name == "all_nodes":
+                found = found.values()
+            # Sets of texts have another order in each process.
+            return _nodes_named(index, sorted(found) if isinstance(found, set) else found)
     raise _cannot_be_listed(index)
 
 

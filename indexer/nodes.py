@@ -85,21 +85,18 @@ class AmendedDocuments:
         """
         nodes = list(nodes)
         self._nodes = _by_document(nodes)
-        self._removed = {document: set(ids) for document, ids in removed.items()}
-        for node in nodes:
-            if not _text(node).strip():
-                self._removed.setdefault(document_id(node), set()).add(node.node_id)
+        self._removed = removed
+        self._owners = {it.node_id: document_id(it) if _text(it).strip() else None for it in nodes}
         self._catalog = catalog
         self._as_node = as_node
 
     def __iter__(self) -> Iterator[Document]:
         catalog = self._catalog()
         removed = {document: set(ids) for document, ids in self._removed.items()}
-        # A node that has come to be of another document is no longer one of its old one.
-        for document, nodes in self._nodes.items():
-            for node, owner in catalog.documents_of(list(nodes)).items() if catalog else ():
-                if owner != document:
-                    removed.setdefault(owner, set()).add(node)
+        # One that has come to be of another document, or without text, is no longer one of its old one.
+        for node, owner in catalog.documents_of(list(self._owners)).items() if catalog else ():
+            if self._owners[node] != owner:
+                removed.setdefault(owner, set()).add(node)
         for document in dict.fromkeys([*self._nodes, *removed]):
             chunks = catalog.chunks_by_vector(sorted(catalog.vector_ids([document]))) if catalog else []
             gone = removed.get(document, ())

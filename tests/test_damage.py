@@ -64,8 +64,8 @@ two_kinds = pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids="-".join)
 
 
 @functools.cache
-def template(tokenizer: Any, system_prompt: str) -> PromptTemplate:
-    return PromptTemplate(tokenizer, system_prompt)
+def template(tokenizer: Any, system_prompt: str, user_prompt: str) -> PromptTemplate:
+    return PromptTemplate(tokenizer, system_prompt, user_prompt)
 
 
 @pytest.fixture(autouse=True)

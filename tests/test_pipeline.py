@@ -23,8 +23,10 @@ from ragcache.errors import (
 )
 from ragcache.indexer.report import ENCODING, Silent
 from ragcache.model.language_model import LanguageModel
+from ragcache.prompt.template import Frame
 from ragcache.retriever.embedding import Embedder
 from ragcache.settings import load_settings
+from ragcache.stream import context_chunk
 from tests.conftest import make_document
 
 OpenTiny = Callable[..., RagCache]
@@ -333,3 +335,67 @@ def test_one_id_may_be_deleted_by_itself(cache: RagCache) -> None:
 def test_found_chunks_print_short(cache: RagCache) -> None:
     (hit,) = cache.retrieve("ships", 1)
     assert len(repr(hit)) < len(hit.chunk.text) + 400
+
+
+OTHER_WORDS = Frame((1, 2, 3, 4, 5), (6, 7, 8))
+
+
+def test_a_prompt_that_begins_otherwise_uses_no_states(cache: RagCache) -> None:
+    chunks = [context_chunk(hit) for hit in cache.retrieve("ships", 3)]
+    stranger = cache.answering.find_chunk("elsewhere", "", "A passage from elsewhere.", 0.1)
+    before = cache.stats()
+    answer = cache.stream_from("ships", [*chunks, stranger], OTHER_WORDS).answer
+    assert [(it.chunk_id, it.reason) for it in answer.misses] == [(it.chunk_id, "prefix") for it in chunks]
+    assert (answer.reuse, answer.tokens.restored, answer.tokens.prefix) == ("none", 0, 0)
+    prompt = (*OTHER_WORDS.prefix, *(i for it in (*chunks, stranger) for i in it.token_ids), *OTHER_WORDS.question)
+    assert answer.tokens.prefilled == len(prompt)
+    assert answer.answer == cache.generate(prompt).answer.answer
+    assert answer.answer != cache.stream_from("ships", [*chunks, stranger]).answer.answer
+    after = cache.stats()
+    assert after.misses["prefix"] == before.misses.get("prefix", 0) + 3
+    # Where nothing was to be reused, nothing is missed.
+    assert cache.stream_from("ships", chunks, OTHER_WORDS, reuse="none").answer.misses == []
+    assert cache.stats().misses["prefix"] == after.misses["prefix"]
+
+
+@pytest.mark.parametrize("reuse", ["composed", "exact"])
+def test_a_prompt_that_begins_otherwise_is_not_taken_for_one_that_does_not(open_tiny: OpenTiny, reuse: str) -> None:
+    cache = open_tiny(sequence_megabytes=64)
+    cache.index([make_document(number) for number in range(3)])
+    chunks = [context_chunk(hit) for hit in cache.retrieve("ships", 3)]
+    expected = [cache.stream_from("ships", chunks, frame, reuse="none").answer.answer for frame in (OTHER_WORDS, None)]
+    for _ in range(2):
+        other, own = (cache.stream_from("ships", chunks, frame, reuse=reuse).answer for frame in (OTHER_WORDS, None))
+        assert [other.answer, own.answer] == expected
+        assert other.tokens.remembered == 0
+        assert own.tokens.remembered > 0
+
+
+def test_a_frame_of_the_same_beginning_reuses_states(cache: RagCache) -> None:
+    chunks = [context_chunk(hit) for hit in cache.retrieve("ships", 3)]
+    frame = Frame(cache.template.prefix, cache.template.question("Something else?"))
+    answer = cache.stream_from("ships", chunks, frame).answer
+    assert (answer.misses, answer.tokens.restored) == ([], sum(len(it.token_ids) for it in chunks))
+    assert answer.answer == cache.stream_from("Something else?", chunks).answer.answer
+
+
+def test_the_users_message_belongs_to_the_store(open_tiny: OpenTiny) -> None:
+    words = 'Read "these":\n{passages}\nand say: {question} {now}'
+    made = open_tiny(user_prompt=words)
+    made.index([make_document(1)])
+    again = open_tiny()
+    assert again.settings.user_prompt == words
+    assert again.template.frame("ships") == made.template.frame("ships")
+    answer = again.query("ships")
+    assert (answer.answer, answer.misses) == (made.query("ships").answer, [])
+    # What stands behind the passages may change; what stands before them is in their states.
+    after = open_tiny(user_prompt=words.replace("say", "tell"))
+    assert not after.query("ships").misses
+    with pytest.raises(StoreMismatchError, match="prompt"):
+        open_tiny(user_prompt=words.replace("Read", "Study"))
+
+
+@pytest.mark.parametrize("words", ["", "{passages}", "{question} {passages}", "{passages} {passages} {question}"])
+def test_users_messages_without_sense(open_tiny: OpenTiny, words: str) -> None:
+    with pytest.raises(SettingsError, match="user_prompt"):
+        open_tiny(user_prompt=words)

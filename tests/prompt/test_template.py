@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ragcache.errors import UnsupportedModelError
-from ragcache.prompt.template import PromptTemplate
+from ragcache.errors import SettingsError, UnsupportedModelError
+from ragcache.prompt.template import Frame, PromptTemplate
+from ragcache.settings import DEFAULT_USER_PROMPT
 
 if TYPE_CHECKING:
     from ragcache.model.language_model import LanguageModel
@@ -171,6 +173,114 @@ def test_a_template_that_drops_the_message_is_refused() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match="chat template"):
             PromptTemplate(make_tokenizer(bad, [], sentencepiece=False), SYSTEM)
+
+
+Messages = list[dict[str, str]]
+
+
+def framed(template: PromptTemplate, messages: Callable[[str, str], Messages], question: str) -> Frame:
+    """The frame of a conversation, given what stands for the passages and for the question in it."""
+    return template.frame_of(lambda passages, asked: template.render(messages(passages, asked)), question)
+
+
+def default_messages(tokenizer: PreTrainedTokenizerFast, system: str = SYSTEM) -> Callable[[str, str], Messages]:
+    """The wording that a template has by itself, with the marks where LlamaIndex's templates have their variables."""
+
+    def messages(passages: str, question: str) -> Messages:
+        turn = DEFAULT_USER_PROMPT.replace("{passages}", passages).replace("{question}", question)
+        if "System role not supported" in str(tokenizer.chat_template):
+            return [{"role": "user", "content": f"{system}\n\n{turn}"}]
+        return [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
+
+    return messages
+
+
+@pytest.mark.parametrize("question", ["Why?", HOSTILE, " spaces around ", "@@ragcache:chunks@@ @@ragcache:question@@"])
+def test_a_frame_of_the_same_wording_is_the_same(chat: Chat, question: str) -> None:
+    tokenizer, template, _ = chat
+    assert framed(template, default_messages(tokenizer), question) == template.frame(question)
+
+
+def test_a_base_model_frames_what_it_is_given() -> None:
+    tokenizer = make_tokenizer(None, [], sentencepiece=False)
+    template = PromptTemplate(tokenizer, SYSTEM)
+    frame = framed(
+        template, lambda passages, question: [{"role": "user", "content": f"Of {passages}: {question}"}], "W?"
+    )
+    assert frame.prefix[0] == tokenizer.bos_token_id not in frame.prefix[1:]
+    assert tokenizer.decode([*frame.prefix[1:], *template.passage("P"), *frame.question]) == "Of P\n\n: W?"
+
+
+def specials_in(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int]) -> list[int]:
+    added = {i for i, it in tokenizer.added_tokens_decoder.items() if it.special and not it.content.startswith("<0x")}
+    return [i for i in ids if i in added - {tokenizer.unk_token_id}]
+
+
+@pytest.mark.parametrize("first", ["system", "user"])
+def test_special_tokens_between_passages_and_question_are_those_of_the_template(chat: Chat, first: str) -> None:
+    """Passages in one message and the question in another, as in a chat; the question also before the passages."""
+    tokenizer, template, _ = chat
+    if first == "system" and "System role not supported" in str(tokenizer.chat_template):
+        first = "user"
+
+    def messages(passages: str, question: str) -> Messages:
+        return [
+            {"role": first, "content": f"About {question} read:\n{passages} and answer"},
+            {"role": "user", "content": f"Now then: {question}"},
+        ]
+
+    rendered = tokenizer.apply_chat_template(messages("P\n\n", "W?"), tokenize=False, add_generation_prompt=True)
+    expected = specials_in(tokenizer, tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    for question in ("W?", HOSTILE):
+        frame = framed(template, messages, question)
+        ids = [*frame.prefix, *template.passage("P"), *frame.question]
+        assert specials_in(tokenizer, ids) == expected
+    frame = framed(template, messages, "W?")
+    spelled = str(tokenizer.decode([*frame.prefix, *template.passage("P"), *frame.question]))
+    assert "".join(spelled.split()) == "".join(str(rendered).split())
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_prompt_without_its_passages_or_with_too_many(chat: Chat, times: int) -> None:
+    _, template, _ = chat
+    with pytest.raises(SettingsError, match="exactly once"):
+        framed(template, lambda passages, question: [{"role": "user", "content": passages * times + question}], "W?")
+
+
+def test_a_prompt_may_do_without_the_question(chat: Chat) -> None:
+    _, template, _ = chat
+    frames = {framed(template, lambda p, q: [{"role": "user", "content": f"Sum up: {p}"}], it) for it in ("A", "B")}
+    assert len(frames) == 1
+
+
+def test_no_system_prompt_is_no_system_message(chat: Chat) -> None:
+    tokenizer, _, bos_count = chat
+    template = PromptTemplate(tokenizer, "")
+    rendered = tokenizer.apply_chat_template(
+        default_messages(tokenizer, "")("P\n\n", "W?"), tokenize=False, add_generation_prompt=True
+    )
+    if "System role not supported" not in str(tokenizer.chat_template):
+        assert framed(template, default_messages(tokenizer, ""), "W?") == template.frame("W?")
+    ids = whole_prompt(template, [("", "P")], "W?")
+    assert "".join(str(tokenizer.decode(ids)).split()) == "".join(str(rendered).split())
+    assert "system" not in str(tokenizer.decode(ids))
+    assert ids.count(tokenizer.bos_token_id) == bos_count
+
+
+@pytest.mark.parametrize(
+    "user_prompt", ["Read {passages} {question}", "{passages}{question} Be brief.", "{a} {passages}\n{question}{}"]
+)
+def test_the_users_message_may_be_worded_otherwise(chat: Chat, user_prompt: str) -> None:
+    tokenizer, _, _ = chat
+    spelled = str(tokenizer.decode(whole_prompt(PromptTemplate(tokenizer, SYSTEM, user_prompt), [("", "P")], "W?")))
+    expected = user_prompt.replace("{passages}", "P\n\n").replace("{question}", "W?")
+    assert "".join(expected.split()) in "".join(spelled.split())
+
+
+def test_space_around_a_title_does_not_count(chat: Chat) -> None:
+    _, template, _ = chat
+    assert template.chunk(" A \n", "text") == template.chunk("A", "text")
+    assert template.chunk("  ", "text") == template.chunk("", "text") == template.passage("text")
 
 
 class TestSmolLM2:
