@@ -178,6 +178,14 @@ def test_what_all_nodes_of_a_document_have_in_common_is_kept_once(nodes: list[Ba
             assert passage.metadata.keys() - {NODE_KEY} == before.metadata.keys() - common - {NODE_KEY}
 
 
+def test_values_that_are_equal_and_not_the_same_are_not_in_common() -> None:
+    nodes = [node(f"n-{i}", "Text", "d", metadata={"a": it, "b": [it]}) for i, it in enumerate([1, True, 1.0])]
+    (document,) = documents_of(nodes)
+    assert document.metadata == {}
+    for chunk, before in zip(as_chunks(nodes), nodes, strict=True):
+        assert_same(node_of(chunk, ""), before)
+
+
 class Colour(enum.Enum):
     RED = "red"
 

@@ -362,6 +362,24 @@ def test_threads_that_delete_the_same(store: RagCacheVectorStore) -> None:
     assert store.client.store.catalog.signatures() == {}
 
 
+def test_what_another_deletes_meanwhile_does_not_save_the_rest(
+    open_tiny: OpenTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RagCacheVectorStore(open_tiny())
+    store.add(some())
+    other = RagCacheVectorStore(open_tiny())
+    delete = store.client.delete
+
+    def late(*arguments: Any, **options: Any) -> list[str]:
+        monkeypatch.undo()
+        other.delete("d-0")
+        return delete(*arguments, **options)
+
+    monkeypatch.setattr(store.client, "delete", late)
+    store.clear()
+    assert store.get_nodes() == []
+
+
 # What LlamaIndex does with it.
 
 
