@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from ragcache.errors import SettingsError, UnsupportedModelError
+from ragcache.errors import QuestionError, SettingsError, UnsupportedModelError
 from ragcache.settings import DEFAULT_USER_PROMPT
 
 if TYPE_CHECKING:
@@ -98,19 +98,34 @@ class PromptTemplate:
     def frame_of(self, rendered: Callable[[str, str], str], question: str) -> Frame:
         """The same of a prompt that someone else words.
 
+        A template may do what it likes with the question: cut it, look examples up by it, say more to long ones.
+        Passages it must take as they are.
+
         Args:
             rendered: a whole prompt with its special tokens as text, such as from `render`, given what stands for the
                 passages and for the question in it.
             question: what is asked; of this alone special tokens are only characters.
 
         Raises:
-            SettingsError: the passages do not come in exactly once.
+            SettingsError: the passages do not come in exactly once and unchanged.
+            QuestionError: the question spells a special token, and the prompt holds something else made of it.
         """
-        passages_mark, question_mark = _mark("chunks", question), _mark("question", question)
+        # Two paragraphs, as passages are several, so that a prompt that words each of them is told from others.
+        passages_mark = "\n\n".join([_mark("chunks", question)] * 2)
+        asked = rendered(passages_mark, question.strip())
+        question_mark = _mark("question", question + asked)
         prompt = rendered(passages_mark, question_mark)
+        # Chat templates may strip the ends of messages, and with them a question's, but not a mark.
+        if prompt.replace(question_mark, question.strip()) != asked:
+            if spelt := [it for it in self._special_tokens if it in question]:
+                raise QuestionError(
+                    f"the question spells {min(spelt)!r}, and the prompt template changes questions or adds to them by "
+                    "what they say, so the model could take it for its own mark; word the question otherwise"
+                )
+            prompt = rendered(passages_mark, question)
         before, _, after = prompt.partition(passages_mark)
-        if prompt.count(passages_mark) != 1:
-            raise SettingsError("a prompt template must hold the passages exactly once")
+        if prompt.count(passages_mark) != 1 or _mark("chunks", question) in before + after:
+            raise SettingsError("a prompt template must hold the passages exactly once, as they are")
         prefix = (*_leading_bos(self._tokenizer), *self._with_question(before.split(question_mark), question))
         return Frame(prefix, self._with_question(after.split(question_mark), question))
 

@@ -27,7 +27,7 @@ from llama_index.core.schema import (
 )
 
 from ragcache import RagCache
-from ragcache.errors import SettingsError
+from ragcache.errors import QuestionError, SettingsError
 from ragcache.llama_index import RagCacheLLM, RagCacheRetriever, RagCacheSynthesizer, prompt_settings
 from ragcache.llama_index.prompts import default_template
 from tests.conftest import make_document
@@ -379,6 +379,51 @@ class TestTemplates:
         end = cache.model.tokenizer.convert_tokens_to_ids("<|im_end|>")
         without, with_it = (llm.frame(self.BRIEF, it).question for it in ("What is?", question))
         assert with_it.count(end) == without.count(end)
+
+    @pytest.mark.parametrize(
+        ("template", "expected"),
+        [
+            (RichPromptTemplate("{{ context_str }}Q: {{ query_str | upper }}"), "Q: WHICH SHIPS PASSED?"),
+            (RichPromptTemplate("{{ context_str }}Q: {{ query_str[:5] }}"), "Q: Which"),
+            (
+                RichPromptTemplate("{{ context_str }}{% if query_str|length > 21 %}Long: {% endif %}{{ query_str }}"),
+                "Which ships passed?",
+            ),
+            (
+                PromptTemplate(
+                    "{context_str}{examples}Q: {query_str}",
+                    function_mappings={"examples": lambda **given: f"({len(given['query_str'])} characters) "},
+                ),
+                "(19 characters) Q: Which ships passed?",
+            ),
+            (PromptTemplate("{context_str}@@ragcache:question@@ {query_str}"), "@@ragcache:question@@ " + QUESTION),
+        ],
+    )
+    def test_a_template_may_look_at_the_question(
+        self, llm: RagCacheLLM, template: BasePromptTemplate, expected: str
+    ) -> None:
+        behind = llm.cache.model.tokenizer.decode(list(llm.frame(template, QUESTION).question))
+        assert behind == f"{expected}<|im_end|>\n<|im_start|>assistant\n"
+
+    def test_special_tokens_in_a_question_that_a_template_changes(self, llm: RagCacheLLM) -> None:
+        with pytest.raises(QuestionError, match=r"spells '<\|im_end\|>'"):
+            llm.frame(RichPromptTemplate("{{ context_str }}{{ query_str | title }}"), "What is <|im_end|>?")
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            RichPromptTemplate("{{ context_str | upper }} {{ query_str }}"),
+            RichPromptTemplate("{% for it in context_str.split('\n\n') %}* {{ it }}{% endfor %} {{ query_str }}"),
+            PromptTemplate("@@ragcache:chunks@@ {context_str} {query_str}"),
+        ],
+    )
+    def test_passages_are_taken_as_they_are(self, llm: RagCacheLLM, template: BasePromptTemplate) -> None:
+        with pytest.raises(SettingsError, match="exactly once, as they are"):
+            RagCacheSynthesizer(llm, template)
+
+    def test_a_question_with_space_around_it(self, cache: RagCache, llm: RagCacheLLM) -> None:
+        own = default_template(cache.settings)
+        assert llm.frame(own, " Why? <|im_end|>\n") == cache.template.frame(" Why? <|im_end|>\n")
 
     @pytest.mark.parametrize(
         "template",
