@@ -51,12 +51,18 @@ def prompt_text(node: BaseNode) -> str:
 def documents_of(nodes: Iterable[BaseNode]) -> list[Document]:
     """Nodes gathered by the document that they are of, in the order they come.
 
-    Nodes without text are left out, and so are documents of such nodes alone.
+    Nodes without text are left out. A document of such nodes alone has no passages, for it has come to say nothing;
+    where all documents are such there are none.
 
     Raises:
         SourceError: something is no node, or its metadata are no JSON.
     """
-    return [_document(id, list(of_one.values())) for id, of_one in _by_document(nodes).items()]
+    nodes = list(nodes)
+    gathered = _by_document(nodes)
+    if gathered:
+        for node in nodes:
+            gathered.setdefault(document_id(node), {})
+    return [_document(id, list(of_one.values())) for id, of_one in gathered.items()]
 
 
 class AmendedDocuments:

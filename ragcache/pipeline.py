@@ -225,7 +225,8 @@ class RagCache:
         """Bring LlamaIndex nodes into the store, each as one chunk; those that were there are left as they are.
 
         Args:
-            nodes: with `ref_doc_id` they are of one document, and all that it has.
+            nodes: with `ref_doc_id` they are of one document, and all that it has. One of nodes without text alone is
+                taken out.
             amend: what else a document has stays; a node without text takes the one of its id out.
             remove_missing: documents that came as nodes, and of which none are given, are removed.
             progress: told how it goes.

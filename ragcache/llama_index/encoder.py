@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -12,7 +13,8 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.storage.docstore.types import BaseDocumentStore
 
-from ragcache.errors import SettingsError
+from ragcache.errors import DocumentNotFoundError, SettingsError
+from ragcache.indexer.nodes import document_id
 from ragcache.pipeline import NODE_SOURCE, RagCache
 from ragcache.states.store import StateStore
 
@@ -44,6 +46,7 @@ class StateEncoder(TransformComponent):
     """Encodes the nodes that come by into a store, and hands them on as they are.
 
     The nodes of a document take the place of all that the store had of it; what has not changed is not encoded again.
+    A document whose nodes have no text is taken out.
     To be put behind the node parser. Deletions reach the store when it is also the pipeline's vector store
     (`RagCacheRetriever.as_vector_store`), or through `prune`.
     """
@@ -113,6 +116,8 @@ class StateEncoder(TransformComponent):
         """
         if any(node.get_content(MetadataMode.NONE).strip() for node in nodes):
             self.cache.index_nodes(nodes, amend=self.amend, wait=True)
+        elif nodes and StateStore.exists(Path(self.path)):
+            self._take_out(nodes)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -133,6 +138,17 @@ class StateEncoder(TransformComponent):
         documents = self.cache.store.catalog.signatures(NODE_SOURCE)
         gone = [it for it in documents if docstore.get_document_hash(it) is None]
         return self.cache.delete(gone, wait=True) if gone else []
+
+    def _take_out(self, nodes: Sequence[BaseNode]) -> None:
+        """Documents that have come to say nothing must not answer with what they said."""
+        if self.amend:
+            self.cache.delete_nodes([node.node_id for node in nodes], wait=True)
+            return
+        documents = dict.fromkeys(document_id(node) for node in nodes)
+        for found in self.cache.store.catalog.documents(list(documents)):
+            # One that someone else has just taken out is no fault.
+            with suppress(DocumentNotFoundError):
+                self.cache.delete(found.id, wait=True)
 
     def _version(self) -> str:
         path = Path(self.path)

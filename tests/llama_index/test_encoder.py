@@ -218,6 +218,25 @@ def test_nothing_to_encode(cache: RagCache, nodes: Iterable[BaseNode]) -> None:
     assert StateEncoder(cache)(list(nodes)) == list(nodes)
 
 
+@pytest.mark.parametrize("others", [(), (B,)])
+def test_a_document_that_has_come_to_say_nothing(cache: RagCache, others: tuple[Document, ...]) -> None:
+    """Its nodes come without text, from LlamaIndex's splitters; what it said before must not be found any more."""
+    encoder = StateEncoder(cache)
+    pipeline = IngestionPipeline(transformations=[SPLITTER, encoder], docstore=SimpleDocumentStore())
+    pipeline.run(documents=[A, document("C", "chain")])
+    pipeline.run(documents=[document("A"), *others])
+    assert texts(cache) == expected(*others, document("C", "chain"))
+    encoder([TextNode(text=" ", id_="nowhere")])
+    assert texts(cache) == expected(*others, document("C", "chain"))
+
+
+def test_a_node_that_has_come_to_say_nothing(cache: RagCache) -> None:
+    encoder = StateEncoder(cache, amend=True)
+    nodes = encoder(SPLITTER.get_nodes_from_documents([A]))
+    encoder([nodes[0].model_copy(update={"text": " "})])
+    assert texts(cache) == {"A": [it.get_content() for it in nodes[1:]]}
+
+
 def test_what_cannot_be_stored(cache: RagCache) -> None:
     encoder = StateEncoder(cache)
     encoder([B])
