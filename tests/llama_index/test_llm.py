@@ -307,3 +307,8 @@ def test_a_node_whose_templates_cannot_be_filled_in(llm: RagCacheLLM) -> None:
     node = TextNode(id_="odd", text="The ferry passed.", metadata={"a": 1}, text_template="{body}")
     with pytest.raises(PassageError, match="the templates of node 'odd' cannot be filled in"):
         llm.complete_with_nodes("Which ships passed?", [NodeWithScore(node=node)])
+
+
+def test_retrieving_with_half_a_surrogate_pair(cache: RagCache) -> None:
+    with pytest.raises(QuestionError, match="half a surrogate pair"):
+        RagCacheRetriever(cache).retrieve("ships \ud800")
