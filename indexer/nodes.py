@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
-from ragcache.errors import SourceError
+from ragcache.errors import PassageError, SourceError
 from ragcache.indexer.documents import Document, Passage
 from ragcache.states.catalog import Catalog
 from ragcache.states.records import ChunkRecord
@@ -39,13 +39,19 @@ def prompt_text(node: BaseNode) -> str:
     """What the language model reads of a node.
 
     Metadata that JSON has no kind for, such as dates, read as they do in the node that comes back from a store.
+
+    Raises:
+        PassageError: its templates cannot be filled in.
     """
     from llama_index.core.schema import MetadataMode
 
     # Where they are no JSON at all, no store can have the node.
     with suppress(ValueError):
         node = node.model_copy(update={"metadata": _as_json(node.metadata)})
-    return node.get_content(metadata_mode=MetadataMode.LLM).strip()
+    try:
+        return node.get_content(metadata_mode=MetadataMode.LLM).strip()
+    except (LookupError, ValueError, AttributeError) as error:
+        raise PassageError(f"the templates of node {node.node_id!r} cannot be filled in: {error!r}") from error
 
 
 def documents_of(nodes: Iterable[BaseNode]) -> list[Document]:
@@ -189,6 +195,8 @@ def _passage(node: BaseNode, described: Mapping[str, Any], shared: Mapping[str, 
     stored = _restored(kind := _kind(node), described, text)
     try:
         shown, embedded = prompt_text(stored), stored.get_content(metadata_mode=MetadataMode.EMBED)
+    except PassageError as error:
+        raise SourceError(str(error)) from error
     except (LookupError, ValueError, AttributeError) as error:
         raise SourceError(f"the templates of node {node.node_id!r} cannot be filled in: {error!r}") from error
     kept = {

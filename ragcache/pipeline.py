@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragcache.answer import Answer
 from ragcache.answering import Answering
-from ragcache.errors import RagCacheError, StoreError, StoreNotFoundError
+from ragcache.errors import QuestionError, RagCacheError, StoreError, StoreNotFoundError
 from ragcache.fidelity.canary import Canary
 from ragcache.generate.engine import Engine
 from ragcache.generate.sequences import SequenceReport
@@ -35,7 +35,7 @@ from ragcache.maintenance import (
 from ragcache.model.language_model import LanguageModel
 from ragcache.model.loading import OnStage, load_language_model
 from ragcache.prompt.template import Frame, PromptTemplate
-from ragcache.prompt.validity import check_question, check_room
+from ragcache.prompt.validity import check_question, check_room, is_unicode
 from ragcache.restore.choice import choose_format
 from ragcache.retriever.embedding import Embedder
 from ragcache.retriever.retriever import Accept, RetrievedChunk, Retriever
@@ -354,8 +354,16 @@ class RagCache:
             question: what is asked, or its vector.
             top_k: how many; by default the settings'.
             accept: says whether a chunk may be among them.
+
+        Raises:
+            SettingsError: `top_k` cannot be used.
+            QuestionError: the question is no Unicode.
+            VectorsError: the vector is none of the store's embedding model.
+            StoreError: nothing was indexed yet, or the vector index is missing.
         """
         options = query_options(self.settings, top_k=top_k)
+        if isinstance(question, str) and not is_unicode(question):
+            raise QuestionError("the question holds half a surrogate pair; send valid Unicode")
         if self._retriever is None:
             raise StoreNotFoundError(f"no store at {self.path}; index documents into it first")
         return self._retriever.retrieve(question, options.top_k, accept)

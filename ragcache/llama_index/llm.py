@@ -195,7 +195,7 @@ class RagCacheLLM(LLM):
         Raises:
             SettingsError: there is no such option, or its value cannot be used.
             QuestionError: the question is empty, no Unicode, or too long for the context window.
-            PassageError: the text of a node is no Unicode.
+            PassageError: the text of a node is no Unicode, or its templates cannot be filled in.
         """
         call = Call.completion(self, prompt, kwargs)
         return call.run(lambda: whole(self._from_nodes(prompt, nodes, text_qa_template, kwargs), as_completion))

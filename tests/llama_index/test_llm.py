@@ -15,10 +15,10 @@ import pytest
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.core.schema import NodeWithScore
+from llama_index.core.schema import NodeWithScore, TextNode
 
 from ragcache import RagCache
-from ragcache.errors import QuestionError, RagCacheError, SettingsError
+from ragcache.errors import PassageError, QuestionError, RagCacheError, SettingsError
 from ragcache.generate.decode import decode
 from ragcache.generate.sampling import SamplingParameters
 from ragcache.llama_index import RagCacheLLM, RagCacheRetriever
@@ -301,3 +301,14 @@ def test_streams_are_generators(llm: RagCacheLLM) -> None:
         assert isinstance(await llm.astream_complete("Hello"), AsyncGenerator)
 
     asyncio.run(stream())
+
+
+def test_a_node_whose_templates_cannot_be_filled_in(llm: RagCacheLLM) -> None:
+    node = TextNode(id_="odd", text="The ferry passed.", metadata={"a": 1}, text_template="{body}")
+    with pytest.raises(PassageError, match="the templates of node 'odd' cannot be filled in"):
+        llm.complete_with_nodes("Which ships passed?", [NodeWithScore(node=node)])
+
+
+def test_retrieving_with_half_a_surrogate_pair(cache: RagCache) -> None:
+    with pytest.raises(QuestionError, match="half a surrogate pair"):
+        RagCacheRetriever(cache).retrieve("ships \ud800")
